@@ -11,10 +11,12 @@ from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.data import DataConfig
 from penstock.data.agents import agent_numbers
 from penstock.data.group_filters import load_filter
+from penstock.data.images import read_images
 from penstock.data.prompts import refuse_reserved
 from penstock.data.rows import require_columns, require_filled
 from penstock.data.samplers import load_sampler, require_numbers
 from penstock.data.source import split_of
+from penstock.data.squares import SQUARE_COLUMNS
 
 
 def check_prompt_selection(config: TrainConfig) -> None:
@@ -34,10 +36,14 @@ def check_prompt_selection(config: TrainConfig) -> None:
         load_filter(dynamic)
     if (column := data.sampler.column) is None:
         return
-    require_numbers(split_of(config, "train"), column, "data.arithmetic" if data.arithmetic else str(data.train))
+    made_up = f"data.{data.made_up}" if data.made_up else str(data.train)
+    require_numbers(split_of(config, "train"), column, made_up)
 
 
-ARITHMETIC_COLUMNS = ("prompt_id", "prompt", "answer", "response", "carries")
+MADE_UP_COLUMNS = {
+    "arithmetic": ("prompt_id", "prompt", "answer", "response", "carries"),
+    "squares": ("prompt_id", *SQUARE_COLUMNS),
+}
 
 
 def check_prompts(config: TrainConfig, frames: Mapping[str, pd.DataFrame]) -> list[str]:
@@ -47,8 +53,8 @@ def check_prompts(config: TrainConfig, frames: Mapping[str, pd.DataFrame]) -> li
         UserError: a missing column, or a row without a prompt.
     """
     data = config.data
-    if data.arithmetic is not None:
-        return list(ARITHMETIC_COLUMNS)
+    if data.made_up is not None:
+        return list(MADE_UP_COLUMNS[data.made_up])
     columns = _columns(data, frames["train"], str(data.train))
     if absent := sorted(set(columns) - set(_columns(data, frames["heldout"], str(data.heldout)))):
         raise UserError(
@@ -64,8 +70,8 @@ def check_heldout(config: TrainConfig) -> list[str]:
         UserError: there are none, one has no prompt, or a column is missing.
     """
     data = config.data
-    if data.arithmetic is not None:
-        return list(ARITHMETIC_COLUMNS)
+    if data.made_up is not None:
+        return list(MADE_UP_COLUMNS[data.made_up])
     if data.heldout is None:
         raise UserError(
             "no held-out prompts: 'data.heldout' is not set", "add data.heldout=FILE, a JSONL or Parquet file"
@@ -89,6 +95,8 @@ def _columns(data: DataConfig, frame: pd.DataFrame, name: str) -> list[str]:
     require_columns(frame, [data.prompt], name)
     require_filled(frame, data.prompt, name)
     refuse_reserved(frame, name)
+    if data.image_column is not None:
+        read_images(frame, data.image_column, name)
     return list(frame.columns)
 
 
@@ -99,9 +107,12 @@ def check_pairs(config: TrainConfig) -> None:
         UserError: no source, an unreadable row, a missing column.
     """
     data = config.data
-    if data.arithmetic is not None:
+    if data.made_up is not None:
         return
     if data.sft is None or data.response is None:
         missing = "data.sft" if data.sft is None else "data.response"
         raise UserError(f"the 'sft' section needs '{missing}'", f"add {missing}, or remove the section with sft=null")
-    require_columns(split_of(config, "sft"), [data.prompt, data.response], data.sft)
+    frame = split_of(config, "sft")
+    require_columns(frame, [data.prompt, data.response], data.sft)
+    if data.image_column is not None:
+        read_images(frame, data.image_column, data.sft)

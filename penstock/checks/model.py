@@ -16,6 +16,7 @@ from penstock.configs.sections.run import Role
 from penstock.configs.sections.trainer import CriticConfig, TrainerConfig
 from penstock.engines.families.architecture import CAPPED_ON_GPU, check_architecture, classifies, unpackable
 from penstock.engines.families.attention import FLASH_HEAD, FLASH_MULTIPLE, INSTEAD_OF_4, of_other_device
+from penstock.engines.families.images import sees
 from penstock.engines.families.longest_row import longest_row
 from penstock.engines.families.routing import NO_REPLAY_ON_GPUS, REPLAYED
 from penstock.engines.families.served import cpu_head_sizes
@@ -33,6 +34,11 @@ def check_model(config: TrainConfig, scores: bool = False) -> None:
         UserError: none is configured, or the folder is no model.
     """
     check_optimizers(config)
+    if config.data.image_column is not None and visible_gpus():
+        raise UserError(
+            "rows with images are trained on CPUs alone so far: on GPUs nobody has compared trainer and vLLM",
+            "hide the GPUs (CUDA_VISIBLE_DEVICES=), or leave the images out",
+        )
     if config.model.tiny is not None:
         check_attention(config)
         return
@@ -40,7 +46,31 @@ def check_model(config: TrainConfig, scores: bool = False) -> None:
         raise UserError("no model: 'model.path' is not set", "add model.path=FOLDER, a Hugging Face model folder")
     check_trust(config.model)
     check_model_folder(Path(config.model.path), "model.path", scores, config.model.code)
+    check_sight(Path(config.model.path), config.data.image_column)
     check_attention(config)
+
+
+def check_sight(folder: Path, column: str | None) -> None:
+    """Check that a model sees images exactly if rows have some, in a `column`.
+
+    Raises:
+        UserError: it does not, or its folder lacks what makes images ready.
+    """
+    able = sees(read_settings(folder))
+    if column is not None and not able:
+        raise UserError(
+            f"data has images (column '{column}'), and the model in {folder} sees none that Penstock knows",
+            "use a model of a family with images: docs/models.md, Images",
+        )
+    if column is None and able:
+        raise UserError(
+            f"the model in {folder} sees images, and the rows have none", "name their column with data.images"
+        )
+    if able and not (folder / "preprocessor_config.json").is_file():
+        raise UserError(
+            f"{folder} has no preprocessor_config.json, which says how images become pixels",
+            "copy it from the original",
+        )
 
 
 def check_model_folder(folder: Path, key: str, scores: bool = False, code: Code | None = None) -> None:

@@ -31,7 +31,7 @@ def read_prompts(config: TrainConfig) -> dict[str, pd.DataFrame]:
         UserError: there is no source, or it cannot be read.
     """
     for key in ("train", "heldout"):
-        if config.data.arithmetic is None and getattr(config.data, key) is None:
+        if config.data.made_up is None and getattr(config.data, key) is None:
             raise UserError(
                 f"no prompts: 'data.{key}' is not set", f"add data.{key}=FILE, a JSONL or Parquet file of prompts"
             )
@@ -89,6 +89,8 @@ def first_row(config: TrainConfig) -> tuple[str, dict[str, Any]]:
 
 def prompt_lengths(config: TrainConfig, frame: pd.DataFrame) -> np.ndarray | None:
     """Return the tokens of each prompt, at least; None if this model's tokenizer cannot be asked without torch."""
+    if config.data.image_column is not None:
+        return None  # what an image takes its processor says
     counter = _tiny_tokens if config.model.path is None else _counter(config.model.path)
     if counter is None:
         return None

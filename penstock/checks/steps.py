@@ -132,7 +132,7 @@ def _responses(config: TrainConfig, tokenizer: Any) -> Split:
         frame, lambda rows: tokenize_pairs(rows, data.prompt, response, tokenizer, data, trainer.max_tokens, tools)
     )
     lengths_B = np.array(table.frame["prompt_tokens"].map(len) + table.frame["response_tokens"].map(len))
-    source = data.sft or "data.arithmetic"
+    source = data.sft or f"data.{data.made_up}"
     return Split("sft", source, len(frame), table.dropped, lengths_B, int(lengths_B.sum()))
 
 

@@ -19,11 +19,11 @@ from penstock.state.digests import read_sealed, write_sealed
 from penstock.state.run_folder import RunFolder
 
 FILES = {"prompts": ("data.train", "data.heldout"), "sft": ("data.sft",), "preferences": ("data.train", "data.heldout")}
-TEXT = ("data.prompt", "data.chat", "data.chat_arguments", "data.template")
+TEXT = ("data.prompt", "data.chat", "data.chat_arguments", "data.template", "data.images")
 COLUMNS = ("data.chosen", "data.rejected", "data.response", "data.label", "data.margin")
 KEYS = {
-    "prompts": ("data.arithmetic", *TEXT, "data.max_prompt_tokens", "data.too_long"),
-    "sft": ("data.arithmetic", *TEXT, "data.response", "sft.max_tokens"),
+    "prompts": ("data.arithmetic", "data.squares", *TEXT, "data.max_prompt_tokens", "data.too_long"),
+    "sft": ("data.arithmetic", "data.squares", *TEXT, "data.response", "sft.max_tokens"),
     "preferences": (*TEXT, *COLUMNS, "trainer.max_tokens"),
 }
 CONTENT = "content of "  # before a key that names a file
@@ -79,7 +79,7 @@ def made_with(config: TrainConfig | PairConfig, name: str) -> dict[str, Any]:
     places = {key: key.split(".") for key in KEYS[name] + FILES[name]}
     values = {key: tree[section].get(leaf) for key, (section, leaf) in places.items()}
     made = {key: values[key] for key in KEYS[name]} | _told_of_tools(config)
-    if values.get("data.arithmetic") is not None:
+    if values.get("data.arithmetic") is not None or values.get("data.squares") is not None:
         return made | {"seed": config.seed}  # it makes the problems
     return made | {CONTENT + key: digest_of(Path(str(values[key]))) for key in FILES[name] if values[key] is not None}
 

@@ -113,6 +113,7 @@ class TrainConfig(Recipe):
             check_stream(self)
         if self.actor.replays:
             check_replay(self)
+        check_images(self)
         return self
 
     def _check_mini_batches(self) -> None:
@@ -221,6 +222,40 @@ class TrainConfig(Recipe):
     def old_logprobs_needed(self) -> bool:
         """Whether log-probs of the generating policy are needed: off-policy steps, KL in the reward, the algorithm."""
         return self.algorithm.old_logprobs_needed
+
+
+def check_images(config: TrainConfig) -> None:
+    """Refuse what nobody has compared yet of rows with images, or what needs images where there are none.
+
+    Raises:
+        ValueError: names it.
+    """
+    tiny = config.model.tiny
+    if config.data.image_column is None:
+        if tiny is not None and tiny.encoder is not None:
+            raise ValueError(
+                "'model.tiny.encoder' has nothing to see: give 'data.squares' or 'data.images', or remove it"
+            )
+        return
+    if tiny is not None and tiny.encoder is None:
+        raise ValueError("'data' has images, and the tiny model sees none: add 'model.tiny.encoder: {}'")
+    trainers = {"actor": config.actor, "sft": config.sft}
+    given = {
+        "environment": config.environment is not None,
+        "critic": config.critic is not None,
+        "reward.model": config.reward.model is not None,
+        "groups": bool(config.groups),
+        "algorithm.kl.estimator: full": config.algorithm.full_kl,
+        **{f"rollout.{name}": getattr(config.rollout, name) is not None for name in ("tail", "carry", "stream")},
+        "rollout.tensor_parallel above 1": config.rollout.tensor_parallel > 1,
+        **{f"{name}.lora": part is not None and part.lora is not None for name, part in trainers.items()},
+        **{f"{name}.zero_stage 3": part is not None and part.zero_stage == 3 for name, part in trainers.items()},
+    }
+    if names := [name for name, is_given in given.items() if is_given]:
+        raise ValueError(
+            f"rows with images do not go with {', '.join(names)}: that trainer and rollout agree there is not shown "
+            "yet; remove it"
+        )
 
 
 def check_stream(config: TrainConfig) -> None:

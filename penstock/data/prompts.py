@@ -22,13 +22,15 @@ import pyarrow.parquet as pq
 from penstock.base.errors import UserError
 from penstock.configs.sections.data import DataConfig
 from penstock.data.chat import behind_the_last_message, reads, rendered
+from penstock.data.images import ImageFolder, placed, read_images
 from penstock.data.rows import place, require_columns, require_filled, to_frame
 from penstock.state.digests import marked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-RESERVED = ("prompt_id", "prompt_text", "prompt_tokens")
+IMAGES_OF_PROMPT = "prompt_images"
+RESERVED = ("prompt_id", "prompt_text", "prompt_tokens", IMAGES_OF_PROMPT)
 DROPPED, CUT = b"penstock.dropped", b"penstock.cut"
 Tools = Sequence[Mapping[str, Any]]
 
@@ -40,7 +42,8 @@ class PromptTable:
     Attributes:
         frame: `prompt_id` (split and row of the source file, `train-000017`: the same in every epoch and every run of
             that file), `prompt_text` (exactly what was tokenised), `prompt_tokens` (int32 arrays), then the source's
-            own columns under their own names.
+            own columns under their own names. Where prompts may have images `prompt_images` has four numbers of each
+            of them (penstock/data/images.py).
         dropped: prompts left out because they are too long.
         cut: prompts of which something is left out because they are too long.
     """
@@ -85,6 +88,7 @@ def tokenize_prompts(
     tokenizer: PreTrainedTokenizerBase,
     split: str,
     tools: Tools | None = None,
+    images: ImageFolder | None = None,
 ) -> PromptTable:
     """Return the prompts of a split; those above `config.max_prompt_tokens` are dropped or cut, and counted.
 
@@ -97,6 +101,7 @@ def tokenize_prompts(
         tokenizer: the actor's.
         split: `train` or `heldout`: the beginning of every prompt id, and the key of the file in `config`.
         tools: what the chat template is told of tools; None: there are none.
+        images: where those of the rows are kept; None: they have none.
 
     Raises:
         UserError: the column is absent or a prompt is empty, a column has a reserved name, a chat template is needed
@@ -105,6 +110,7 @@ def tokenize_prompts(
     source = getattr(config, split, None) or f"the {split} data"
     refuse_reserved(frame, source)
     texts, tokens = encode_prompts(frame, config.prompt, config, tokenizer, source, tools, is_open=tools is not None)
+    seen = {} if images is None else {IMAGES_OF_PROMPT: place_images(frame, tokens, config, images, source)}
     lengths = np.fromiter((len(row) for row in tokens), dtype=np.int64, count=len(tokens))
     kept, cut = lengths <= config.max_prompt_tokens, 0
     if config.too_long != "drop":
@@ -122,9 +128,31 @@ def tokenize_prompts(
         "prompt_id": [f"{split}-{row:06d}" for row in range(len(frame))],
         "prompt_text": texts,
         "prompt_tokens": tokens,
+        **seen,
     }
     table = pd.concat([pd.DataFrame(own), frame.reset_index(drop=True)], axis=1)
     return PromptTable(table[kept].reset_index(drop=True), int((~kept).sum()), cut)
+
+
+def place_images(
+    frame: pd.DataFrame,
+    tokens: list[np.ndarray],
+    config: DataConfig,
+    images: ImageFolder,
+    source: Path | str,
+) -> list[np.ndarray]:
+    """Keep the images of all rows and make room for them in the prompts, in place; return their numbers, row by row.
+
+    Raises:
+        UserError: an image cannot be read, or a prompt has not one place for each of its row.
+    """
+    column, image_token = str(config.image_column), images.token()
+    numbers = []
+    for row, contents in enumerate(read_images(frame, column, source)):
+        kept = [images.keep(content) for content in contents]
+        tokens[row], of_row = placed(tokens[row], image_token, kept, place(source, row))
+        numbers.append(of_row)
+    return numbers
 
 
 def is_templated(frame: pd.DataFrame, config: DataConfig) -> bool:
@@ -195,7 +223,8 @@ def encode_prompts(
         raise UserError(f"'data.template' has no effect on a column of messages ('{column}')", "remove data.template")
     texts = [] if messages else [(config.template or "{prompt}").replace("{prompt}", text) for text in frame[column]]
     if config.chat and not messages:
-        messages = [[{"role": "user", "content": text}] for text in texts]
+        images = [()] * len(texts) if config.image_column is None else frame[config.image_column]
+        messages = [[_of_user(text, len(of_row))] for text, of_row in zip(texts, images, strict=True)]
     if messages:
         arguments = config.chat_arguments if tools is None else {**config.chat_arguments, "tools": [*tools]}
         texts = _apply_chat_template(messages, tokenizer, arguments, source)
@@ -256,6 +285,13 @@ def encode_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase, add_speci
     # verbose=False: prompts above the model's limit are dropped later, a warning for each would only alarm.
     batch = tokenizer(texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False)
     return [np.asarray(ids, dtype=np.int32) for ids in batch["input_ids"]]
+
+
+def _of_user(text: str, images: int) -> dict[str, Any]:
+    """Return a user's message, its images before the text."""
+    if not images:
+        return {"role": "user", "content": text}
+    return {"role": "user", "content": [*({"type": "image"} for _ in range(images)), {"type": "text", "text": text}]}
 
 
 def _chats(frame: pd.DataFrame, column: str, source: Path | str) -> list[list[dict[str, Any]]]:

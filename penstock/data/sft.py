@@ -17,8 +17,10 @@ import pandas as pd
 
 from penstock.base.errors import UserError
 from penstock.configs.sections.data import DataConfig
-from penstock.data.prompts import Tools, encode_prompts, encode_texts
+from penstock.data.images import ImageFolder
+from penstock.data.prompts import Tools, encode_prompts, encode_texts, place_images
 from penstock.data.rows import place, require_columns, require_filled
+from penstock.state.experience import IMAGES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,6 +33,7 @@ class PairTable:
     Attributes:
         frame: `prompt_tokens` and `response_tokens` (int32 arrays; the response ends with EOS), and `loss_mask`, 0 for
             tokens of observations.
+            Where prompts may have images `images` has four numbers of each (penstock/data/images.py).
         dropped: pairs left out because they are too long.
     """
 
@@ -49,6 +52,7 @@ def tokenize_pairs(
     config: DataConfig,
     max_tokens: int,
     tools: Tools | None = None,
+    images: ImageFolder | None = None,
 ) -> PairTable:
     """Return the pairs; those above `max_tokens` (prompt, response and EOS together) are dropped and counted.
 
@@ -60,6 +64,7 @@ def tokenize_pairs(
         config: template, chat and the name of the file for errors.
         max_tokens: longest row, tokens.
         tools: what the chat template is told of tools; None: there are none.
+        images: where those of the rows are kept; None: they have none.
 
     Raises:
         UserError: a column is absent, a value is empty, the tokenizer has no EOS, or every pair is too long.
@@ -72,6 +77,7 @@ def tokenize_pairs(
             "the model's tokenizer has no EOS token: a response could not end", "set eos_token in its folder"
         )
     _, prompts = encode_prompts(frame, prompt_column, config, tokenizer, source, tools)
+    seen = {} if images is None else {IMAGES: place_images(frame, prompts, config, images, source)}
     responses, masks = _encode_turns(turns, tokenizer)
     lengths = np.asarray([len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)])
     kept = lengths <= max_tokens
@@ -81,7 +87,7 @@ def tokenize_pairs(
             f"the shortest has {lengths.min()} tokens",
             f"set sft.max_tokens to {lengths.max()} to keep them all",
         )
-    pairs = pd.DataFrame({"prompt_tokens": prompts, "response_tokens": responses, "loss_mask": masks})
+    pairs = pd.DataFrame({"prompt_tokens": prompts, "response_tokens": responses, "loss_mask": masks, **seen})
     return PairTable(pairs[kept].reset_index(drop=True), int((~kept).sum()))
 
 

@@ -21,6 +21,7 @@ import pandas as pd
 from penstock.configs.schema import TrainConfig
 from penstock.data.arithmetic import make_problems
 from penstock.data.rows import read_content, rows_in
+from penstock.data.squares import make_pictures
 
 T = TypeVar("T")
 
@@ -84,6 +85,9 @@ def split_of(config: TrainConfig, split: str) -> pd.DataFrame:
     Raises:
         UserError: see `penstock.data.rows.read_rows`.
     """
+    if (squares := config.data.squares) is not None:
+        drawn = (squares.model_dump_json(), config.seed)
+        return _once(drawn, lambda: make_pictures(squares, config.seed))[split]
     arithmetic = config.data.arithmetic
     if arithmetic is None:
         return rows_of(Path(str(getattr(config.data, split))))

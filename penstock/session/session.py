@@ -334,7 +334,13 @@ class Session:
         """Return the command to build the models of some roles."""
         staying = sum(len(group.spec.devices) for group in self.rollout_groups if not group.spec.elastic)
         engines = staying // self.config.rollout.tensor_parallel if "rollout" in roles else None
-        return Build(self.engine_config(), self.model_folder, tuple(roles), self.keeps_logits("actor"), engines)
+        keeps_logits, images = self.keeps_logits("actor"), self.image_folder
+        return Build(self.engine_config(), self.model_folder, tuple(roles), keeps_logits, engines, images)
+
+    @property
+    def image_folder(self) -> str | None:
+        """The folder of the images that rows name; None: they have none."""
+        return str(self.run.images) if self.config.data.image_column else None
 
     def build_group(self, group: EngineGroup) -> list[Built]:
         """Have a group load the models of its roles."""

@@ -31,6 +31,7 @@ from penstock.base.ragged import Ragged
 from penstock.state.deferred import Deferred
 from penstock.state.digests import is_whole, marked, remove
 
+IMAGES = "images"  # column with four numbers of each image of a prompt: penstock/engines/batches/images.py
 AGENT = "agent"  # column with the number of the agent that a row is for, where there are several
 ROUTES = "routes"  # column of the experts that each token of a row took in the rollout, its prompt's too
 # Where samples may be of several conversations, one after the other in the response's columns: where each of them ends

@@ -106,6 +106,11 @@ class RunFolder:
         """Tokenized prompts of a split ("train", "heldout", "sft")."""
         return self.path / "data" / f"{split}.parquet"
 
+    @property
+    def images(self) -> Path:
+        """The images that rows name, each under its digest (penstock/data/images.py)."""
+        return self.path / "data" / "images"
+
     def model(self, name: str) -> Path:
         """A model made by this run ("initial", "sft", "final", "export")."""
         return self.path / "models" / name

@@ -14,17 +14,19 @@ from penstock.base.ragged import Ragged
 from penstock.checks.prompts import takes_each
 from penstock.checks.tokenized import note_tokenized
 from penstock.configs.idle import idle_settings
+from penstock.data.images import ImageFolder
 from penstock.data.prompts import PromptTable, tokenize_prompts
 from penstock.data.sft import tokenize_pairs
 from penstock.data.source import forget, split_of
 from penstock.data.tokenizer import load_tokenizer, make_byte_tokenizer
 from penstock.engines.commands.build import Built, Kernels, MakeTiny
 from penstock.engines.commands.reshard import Resharded
+from penstock.engines.families.tiny import SPECIAL
 from penstock.engines.groups.placement import describe_strategy, reshard_strategy
 from penstock.environments.loading import tools_told
 from penstock.rewards.source import open_scorer
 from penstock.session.session import Training
-from penstock.state.experience import read_columns, write_columns
+from penstock.state.experience import IMAGES, read_columns, write_columns
 from penstock.state.manifest import write_hashes
 from penstock.tasks.iteration.reshard import bring_weights
 
@@ -41,7 +43,7 @@ def starting_model(training: Training) -> str:
         training.session().say("making a tiny model")
         with filling(folder) as aside:
             with interrupts_deferred():
-                make_byte_tokenizer(aside)
+                make_byte_tokenizer(aside, special=() if config.model.tiny.encoder is None else [*SPECIAL.values()])
             training.session().call("actor", MakeTiny(config.model_dump(mode="json"), str(aside)), "0/make_tiny")
             write_hashes(aside)
     return str(folder)
@@ -97,9 +99,15 @@ def _tokenize(training: Training, model_folder: str) -> None:
     session.say("loading the tokenizer")
     tokenizer = load_tokenizer(model_folder, config.model.code)
     session.say("tokenizing prompts")
-    tools = tools_told(config.environment)
+    tools, images = tools_told(config.environment), images_of(training, model_folder)
     for split in splits:
-        tokenize_prompts(split_of(config, split), config.data, tokenizer, split, tools).save(run.prompts(split))
+        rows = split_of(config, split)
+        tokenize_prompts(rows, config.data, tokenizer, split, tools, images).save(run.prompts(split))
+
+
+def images_of(training: Training, model_folder: str) -> ImageFolder | None:
+    """Return where the images of the rows are kept; None if they have none."""
+    return ImageFolder(training.run.images, model_folder) if training.config.data.image_column else None
 
 
 @task(task_run_name="pairs", cache_policy=NO_CACHE)
@@ -126,10 +134,12 @@ def _tokenize_pairs(training: Training, model_folder: str) -> None:
         config.data,
         config.sft.max_tokens,
         tools_told(config.environment),
+        images_of(training, model_folder),
     )
     if pairs.dropped:
         get_run_logger().warning("sft: %d pairs dropped, longer than sft.max_tokens", pairs.dropped)
-    columns = {name: Ragged.of(list(pairs.frame[name]), np.int32) for name in pairs.frame.columns}
+    kinds = {name: np.int64 if name == IMAGES else np.int32 for name in pairs.frame.columns}
+    columns = {name: Ragged.of(list(pairs.frame[name]), kind) for name, kind in kinds.items()}
     write_columns(training.run.prompts("sft"), columns)
 
 

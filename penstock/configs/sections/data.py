@@ -85,6 +85,15 @@ class ArithmeticData(Section):
         return self
 
 
+class SquaresData(Section):
+    """Pictures of 1 to 4 squares, of which a model that sees says how many, made from the seed: no file is needed."""
+
+    sft: PositiveInt = Field(2000, description="pictures for the supervised warm-up")
+    mistakes: Share = Field(0.0, description="share of the warm-up's answers with another count: a careless teacher")
+    train: PositiveInt = Field(2000, description="pictures for reinforcement learning")
+    heldout: PositiveInt = Field(500, description="pictures kept apart for evaluation")
+
+
 def check_chat_arguments(arguments: Mapping[str, Any]) -> None:
     """Refuse arguments of a chat template that are not the user's to choose.
 
@@ -105,6 +114,12 @@ class DataConfig(Section):
         None, description="JSONL or Parquet file of prompts and responses for the supervised warm-up"
     )
     arithmetic: ArithmeticData | None = Field(None, description="make addition problems instead of reading files")
+    squares: SquaresData | None = Field(None, description="make pictures to count squares in instead of reading files")
+    images: str | None = Field(
+        None,
+        description="column with the images of a prompt: a list of paths, relative to the data file, or of files in "
+        "base64; for a model that sees",
+    )
     prompt: str = Field("prompt", description="column with the prompt: text, or a list of {role, content} messages")
     response: str | None = Field(None, description="column with the response to imitate (supervised warm-up only)")
     agents: AgentsConfig | None = Field(None, description="which agent a row is for (ippo)")
@@ -129,7 +144,29 @@ class DataConfig(Section):
             raise ValueError("'arithmetic' makes its own problems: remove 'train', 'heldout' and 'sft'")
         if self.arithmetic is not None and (self.prompt != "prompt" or self.response not in (None, "response")):
             raise ValueError("'arithmetic' has columns of its own names: remove 'prompt' and 'response'")
+        if self.squares is not None:
+            self._pictures()
+        if self.image_column is not None and self.too_long != "drop":
+            raise ValueError("'too_long' would cut images apart: remove it, longer prompts with images are dropped")
         if self.template is not None and "{prompt}" not in self.template:
             raise ValueError("'template' must contain {prompt}, the place where the prompt column goes")
         check_chat_arguments(self.chat_arguments)
         return self
+
+    def _pictures(self) -> None:
+        given = [
+            name for name in ("train", "heldout", "sft", "arithmetic", "images", "template") if getattr(self, name)
+        ]
+        given += [name for name, usual in (("prompt", "prompt"), ("response", None)) if getattr(self, name) != usual]
+        if given:
+            raise ValueError(f"'squares' makes its own rows: remove '{given[0]}'")
+
+    @property
+    def image_column(self) -> str | None:
+        """The column with the images of a prompt; None: there are none."""
+        return "images" if self.squares is not None else self.images
+
+    @property
+    def made_up(self) -> str | None:
+        """The section of the rows that are made from the seed, if they are: no file is read then."""
+        return next((name for name in ("arithmetic", "squares") if getattr(self, name) is not None), None)

@@ -11,6 +11,20 @@ from penstock.configs.tree.section import PositiveInt, Section
 AttentionKernel = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_4"]
 
 
+class TinyEncoder(Section):
+    """The encoder of images of a tiny model that sees, of Qwen2.5-VL's shape: 28 x 28 pixels become one token."""
+
+    hidden_size: PositiveInt = Field(32, description="width; a multiple of 4 x heads")
+    layers: PositiveInt = Field(2, description="blocks; the last one looks at the whole image, the others at windows")
+    heads: PositiveInt = Field(2, description="attention heads")
+
+    @model_validator(mode="after")
+    def _shapes(self) -> Self:
+        if self.hidden_size % (4 * self.heads):
+            raise ValueError("hidden_size must be a multiple of 4 x heads")
+        return self
+
+
 class TinyModel(Section):
     """A random Qwen3-shaped model with a byte tokenizer, made in the run folder: for the quickstart and for tests."""
 
@@ -23,6 +37,7 @@ class TinyModel(Section):
     intermediate_size: PositiveInt = Field(256, description="width of the MLP")
     max_positions: PositiveInt = Field(256, description="longest sequence, tokens")
     tie_embeddings: bool = Field(True, description="one matrix for the input and the output embedding")
+    encoder: TinyEncoder | None = Field(None, description="a Qwen2.5-VL-shaped model instead, which sees images")
 
     @model_validator(mode="after")
     def _shapes(self) -> Self:

@@ -26,10 +26,11 @@ import numpy as np
 import torch
 
 from penstock.base.ragged import Ragged, offsets_of
+from penstock.engines.batches.images import ImageTokens, PackedImages, with_images
 from penstock.engines.batches.paths import Paths, paths_of
 from penstock.engines.batches.shares import ALONE, RankSet, cut
 from penstock.engines.batches.trees import Alike, Origins, alike_of, into, origins_of
-from penstock.state.experience import PATH_ENDS, PATHS, ROUTES, column_names, read_columns
+from penstock.state.experience import IMAGES, PATH_ENDS, PATHS, ROUTES, column_names, read_columns
 
 Batch = TypeVar("Batch")
 
@@ -101,6 +102,7 @@ class PackedBatch:
     computed: int  # tokens of the run, if it counts
     branched: int  # tokens that it need not compute, besides those of equal prompts
     routes_NW: torch.Tensor | None = None  # int16: experts of each layer that they took in the rollout; -1: not known
+    images: PackedImages | None = None  # of rows that may have images; then tokens below 0 stand for these
 
     def distinct(self, values_T: torch.Tensor) -> torch.Tensor:
         """Return what belongs to response tokens, for those that rows share once: for U."""
@@ -124,7 +126,7 @@ class Rows:
 
     `accepted_B`: whether an update looks at a row at all; None for all rows. `routes`: of each token the experts that
     it took in the rollout, layer after layer, as unsigned numbers of which the largest says that it is not known.
-    `paths`: the conversations that rows are made of; None: each is one.
+    `paths`: the conversations that rows are made of; None: each is one. `images`: what tokens below 0 stand for.
     """
 
     prompts: Ragged
@@ -134,6 +136,7 @@ class Rows:
     accepted_B: np.ndarray | None = None
     routes: Ragged | None = None
     paths: Paths | None = None
+    images: ImageTokens | None = None
 
     @property
     def lengths_B(self) -> np.ndarray:
@@ -180,7 +183,7 @@ class Rows:
         prompts, responses, mask = (column.take(index_B) for column in (self.prompts, self.responses, self.mask))
         routes = None if self.routes is None else self.routes.take(index_B)
         paths = None if self.paths is None else self.paths.take(index_B)
-        return Rows(prompts, responses, mask, columns, accepted_B, routes, paths)
+        return Rows(prompts, responses, mask, columns, accepted_B, routes, paths, self.images)
 
 
 @dataclass(frozen=True)
@@ -240,14 +243,15 @@ def read_rows(path: str, columns: Sequence[str] = (), routes: bool = False) -> R
     `routes`: also the experts that they took in the rollout.
     """
     present = column_names(path)
-    others = [name for name in ("accepted", *PATHS) if name in present]
+    others = [name for name in ("accepted", IMAGES, *PATHS) if name in present]
     taken = (ROUTES,) if routes else ()
     read = read_columns(path, ("prompt_tokens", "response_tokens", "loss_mask", *others, *taken, *columns))
     named = {name: read[name] for name in columns}
     accepted_B = read["accepted"] > 0 if "accepted" in others else None
     prompts, responses, mask = (read[name] for name in ("prompt_tokens", "response_tokens", "loss_mask"))
     paths = paths_of(prompts, responses, read) if PATH_ENDS in others else None
-    return Rows(prompts, responses, mask, named, accepted_B, read[ROUTES] if routes else None, paths)
+    prompts, images = with_images(prompts, read[IMAGES]) if IMAGES in others else (prompts, None)
+    return Rows(prompts, responses, mask, named, accepted_B, read[ROUTES] if routes else None, paths, images)
 
 
 def pack(rows: Rows, index: list[int], device: torch.device, ranks: RankSet = ALONE) -> PackedBatch:
@@ -271,6 +275,10 @@ def pack(rows: Rows, index: list[int], device: torch.device, ranks: RankSet = AL
     own_R = source_R == np.arange(tokens)
     at_R = (np.cumsum(own_R) - 1)[source_R]  # in the run
     tokens_N = whole.values_T[own_R].astype(np.int64)
+    images = None
+    if rows.images is not None:
+        positions_3R = rows.images.positions(whole.values_T, whole.lengths_B)
+        images = rows.images.packed(tokens_N, positions_3R[:, own_R], device)
     place_B = np.empty_like(chosen_B)
     place_B[arranged.order_B] = np.arange(len(chosen_B))
     response_T = into((starts_B + arranged.prompts_B)[place_B], responses_B)  # index into R
@@ -296,6 +304,7 @@ def pack(rows: Rows, index: list[int], device: torch.device, ranks: RankSet = AL
         computed=len(tokens_N) if counts else 0,
         branched=arranged.origins.beyond_prompts if counts else 0,
         routes_NW=None if rows.routes is None else _routes(rows.routes.take(chosen_B[arranged.order_B]), at_R, device),
+        images=images,
     )
 
 

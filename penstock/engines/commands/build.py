@@ -46,7 +46,7 @@ class Build(Command[Built]):
     """Load the models of `roles` from the actor's starting folder; `config` is a `TrainConfig` as plain data.
 
     `keep_logits`: the actor's updates hold a micro-batch's logits for the backward pass. `engines`: of all rollout
-    groups that stay, which share the prompts when no other is there.
+    groups that stay, which share the prompts when no other is there. `images`: folder of those that rows name, if any.
     """
 
     measured: ClassVar[bool] = False
@@ -56,13 +56,14 @@ class Build(Command[Built]):
     roles: tuple[Role, ...]
     keep_logits: bool = False
     engines: int | None = None
+    images: str | None = None
 
 
 @dataclass(frozen=True)
 class BuildFrozen(Command[Built]):
     """Load the models of `roles` for a use that trains none; `config` is an `EvaluationConfig` as plain data.
 
-    `folder` holds the policy, `config.reference` the model that it is compared with. `engines`: as in `Build`.
+    `folder` holds the policy, `config.reference` the model that it is compared with. `engines`, `images`: see `Build`.
     """
 
     measured: ClassVar[bool] = False
@@ -71,3 +72,4 @@ class BuildFrozen(Command[Built]):
     folder: str
     roles: tuple[Role, ...]
     engines: int | None = None
+    images: str | None = None

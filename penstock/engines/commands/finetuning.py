@@ -41,11 +41,12 @@ class ModelToTrain:
 
 @dataclass(frozen=True)
 class SftBegin(Command[None]):
-    """Load the model, and the file `rows`, for supervised training."""
+    """Load the model, and the file `rows`, for supervised training; `images`: folder of those that rows name."""
 
     changes_state: ClassVar[bool] = True
     model: ModelToTrain
     rows: str
+    images: str | None = None
 
 
 @dataclass(frozen=True)

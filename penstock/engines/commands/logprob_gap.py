@@ -33,6 +33,7 @@ class SampleToCompare(Command[SampledTokens | None]):
     tokens: int
     seed: list[int]
     sharing: Sharing | None = None  # None: this group's ranks alone
+    images: Ragged | None = None  # of the prompts, as in `Generate`
 
 
 @dataclass(frozen=True)
@@ -44,3 +45,4 @@ class LogprobsToCompare(Command[TokenValues]):
     responses: Ragged
     budget: int  # tokens of a micro-batch
     routes: Ragged | None = None  # experts that the tokens are to take; None: those that the actor's routers choose
+    images: Ragged | None = None  # of the prompts, as in `Generate`

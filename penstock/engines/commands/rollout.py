@@ -177,3 +177,4 @@ class Generate(Command[EngineResponses | None]):
     together: int | None = None  # prompts under way at a time on all engines; None: as many as there is room for
     tell_all: bool = False  # also of responses that end last, which the reply brings all the same
     sharing: Sharing | None = None  # None: this group's ranks alone
+    images: Ragged | None = None  # int64: of each prompt those of its images (penstock/engines/batches/images.py)

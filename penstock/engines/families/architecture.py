@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.base.errors import UserError
+from penstock.engines.families.images import of_decoder
 from penstock.engines.families.longest_row import rope_types
 from penstock.engines.families.table import family_of
 
@@ -37,7 +38,7 @@ def check_architecture(
     Raises:
         UserError: it does not.
     """
-    family = family_of(settings.get("model_type", ""))
+    family, settings = family_of(settings.get("model_type", "")), of_decoder(settings)
     known = {*family.score_caps, *family.logit_factors, *family.logit_divisors, *family.logit_caps}
     looked_at = (*family.score_settings, *(family.logit_settings if head else ()))
     if changed := [name for name in looked_at if name not in known and settings.get(name) not in (None, 1.0)]:

@@ -12,12 +12,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from penstock.engines.families.images import sees
+
 TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"  # of the library, from `model_type` to the class of a language model
 
 
 def knows_model(settings: Mapping[str, Any]) -> bool:
     """Whether the library has a language model of a configuration's type, or does not tell which it has."""
-    return not language_models() or settings.get("model_type") in language_models()
+    return sees(settings) or not language_models() or settings.get("model_type") in language_models()
 
 
 def knows_tokenizer(folder: Path, classes: Mapping[str, str]) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from penstock.engines.families.images import of_decoder
 from penstock.engines.families.table import family_of
 
 
@@ -28,7 +29,7 @@ def logit_rule(settings: Mapping[str, Any]) -> LogitRule:
     >>> logit_rule({"model_type": "granite", "logits_scaling": 8.0})
     LogitRule(factor=0.125, cap=None)
     """
-    family = family_of(settings.get("model_type", ""))
+    family, settings = family_of(settings.get("model_type", "")), of_decoder(settings)
     factor = prod(_given(settings, family.logit_factors)) / prod(_given(settings, family.logit_divisors))
     caps = _given(settings, family.logit_caps)
     return LogitRule(factor, min(caps) if caps else None)

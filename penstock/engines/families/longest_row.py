@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.engines.families.images import of_decoder
 from penstock.engines.families.table import family_of
 
 ORIGINAL = "original_max_position_embeddings"
@@ -31,7 +32,7 @@ def longest_row(settings: Mapping[str, Any]) -> LongestRow | None:
     Raises:
         KeyError: the configuration does not say up to where the first table goes.
     """
-    family = family_of(settings.get("model_type", ""))
+    family, settings = family_of(settings.get("model_type", "")), of_decoder(settings)
     if not rope_types(settings).isdisjoint(family.positions_in_two):
         named = [rope[ORIGINAL] for rope in _ropes(settings) if ORIGINAL in rope]
         return LongestRow(int(named[0] if named else settings[ORIGINAL]), "it has other positions (LongRoPE)")

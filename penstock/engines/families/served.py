@@ -22,7 +22,7 @@ from penstock.base.errors import UserError
 from penstock.engines.families.architecture import REMEDY
 from penstock.engines.families.table import family_of
 
-TABLE = "_TEXT_GENERATION_MODELS"  # vLLM's, from architecture to the file and the class that serve it
+TABLES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")  # vLLM's, from architecture to file and class that serve it
 
 
 def check_served(settings: Mapping[str, Any], weights: Iterable[str], where: str | Path) -> None:
@@ -57,10 +57,11 @@ def has_own_class(settings: Mapping[str, Any]) -> bool:
 @cache
 def native_architectures() -> frozenset[str]:
     """Return the architectures that the installed vLLM has classes for; none if there is no vLLM or no such table."""
+    found = set[str]()
     for node in _nodes("model_executor/models/registry.py"):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and _name(node.targets[0]) == TABLE:
-            return frozenset(ast.literal_eval(node.value))
-    return frozenset()
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and _name(node.targets[0]) in TABLES:
+            found.update(ast.literal_eval(node.value))
+    return frozenset(found)
 
 
 @cache

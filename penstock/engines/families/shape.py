@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.configs.sections.trainer import LoraConfig
+from penstock.engines.families.images import of_decoder
 from penstock.engines.families.table import WINDOWED, Family, Linear, family_of
 
 
@@ -147,6 +148,7 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
     Raises:
         KeyError: the configuration lacks a size.
     """
+    config = of_decoder(config)
     heads, model_type = config["num_attention_heads"], config.get("model_type", "")
     windowed_layers, query_norm = _windowed_layers(config), f".{family_of(model_type).query_norm}.weight"
     return ModelShape(

@@ -65,6 +65,10 @@ class Family:
         expert_weights: parts of weights' names in experts.
         stored_experts: parts of weights' names in files, of experts without their routers, and shared_experts: of an
             MLP beside them that all tokens pass.
+        encoder: where the encoder of images lies in transformers, and language: the decoder that reads what it makes
+            (images.py); empty: the family has no images.
+        served_names: how weights' names begin here, and in vLLM, where that differs.
+        stacked: matrices in which queries, keys and values come stacked in vLLM's order, by other names than its own.
     """
 
     model_types: tuple[str, ...] = ()
@@ -95,6 +99,10 @@ class Family:
     expert_weights: tuple[str, ...] = ("experts", "block_sparse_moe")
     stored_experts: tuple[str, ...] = ("experts",)
     shared_experts: tuple[str, ...] = ("shared_expert", "shared_experts")
+    encoder: str = ""
+    language: str = ""
+    served_names: tuple[tuple[str, str], ...] = ()
+    stacked: tuple[str, ...] = ()
 
     @property
     def block(self) -> tuple[Linear, ...]:
@@ -154,6 +162,17 @@ FAMILIES: tuple[Family, ...] = (
     Family(("cohere",), logit_factors=("logit_scale",)),
     Family(("cohere2",), logit_factors=("logit_scale",), disputed_window=True),
     Family(("granite",), logit_divisors=("logits_scaling",)),
+    Family(
+        ("qwen2_5_vl",),
+        encoder="model.visual",
+        language="model.language_model",
+        served_names=(
+            ("model.visual.", "visual."),
+            ("model.language_model.", "language_model.model."),
+            ("lm_head.", "language_model.lm_head."),
+        ),
+        stacked=("qkv",),
+    ),
     Family(("gemma2", "vaultgemma"), score_caps=("attn_logit_softcapping",), logit_caps=("final_logit_softcapping",)),
 )
 

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     GenerationConfig,
     PreTrainedModel,
@@ -22,9 +23,13 @@ from penstock.base.errors import UserError
 from penstock.base.files import share_weights_of
 from penstock.base.model_code import Code, trusted
 from penstock.engines.families.architecture import check_architecture, classifies, unpackable
+from penstock.engines.families.images import sees
 from penstock.engines.kernels.attention import NAME as PACKED_ATTENTION
+from penstock.engines.models.seeing import freeze_encoder
 from penstock.engines.weights.layout import family_in
 from penstock.engines.weights.lora import ADAPTER_FOLDER, adapted_layers, merged_state, write_adapter
+
+DECODER_PACKED = {"text_config": PACKED_ATTENTION, "vision_config": "sdpa"}
 
 
 def load_causal_lm(
@@ -41,6 +46,7 @@ def load_causal_lm(
             folder brings other code.
     """
     lm = _load(AutoModelForCausalLM, path, dtype, code)
+    freeze_encoder(lm)
     if gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return lm
@@ -51,7 +57,7 @@ def causal_lm_shapes(path: str | Path, dtype: torch.dtype, code: Code | None = N
     own = trusted(path, code)
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=own)
     with torch.device("meta"):
-        lm: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=own)
+        lm: PreTrainedModel = kind_for(config).from_config(config, dtype=dtype, trust_remote_code=own)
     _hold_corrections(lm)
     if (Path(path) / "generation_config.json").is_file():
         lm.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
@@ -95,14 +101,17 @@ def start_reward_model(
 
 def _load(kind: Any, path: str | Path, dtype: torch.dtype, code: Code | None, **settings: Any) -> PreTrainedModel:
     own = trusted(path, code)
-    _check_packable(kind, path, own)
-    model = kind.from_pretrained(
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=own)
+    head = kind is AutoModelForCausalLM
+    kind = kind_for(config) if head else kind
+    _check_packable(kind, config, path, own, head)
+    model: PreTrainedModel = kind.from_pretrained(
         path,
         dtype=dtype,
         local_files_only=True,
         trust_remote_code=own,
         use_safetensors=True,
-        attn_implementation=PACKED_ATTENTION,
+        attn_implementation=DECODER_PACKED if sees(config.to_dict()) else PACKED_ATTENTION,
         **settings,
     )
     _hold_corrections(model)
@@ -120,13 +129,17 @@ def _hold_corrections(model: nn.Module) -> None:
             setattr(module, name, nn.Parameter(module._buffers[name], requires_grad=False))
 
 
-def _check_packable(kind: Any, path: str | Path, own: bool) -> None:
+def kind_for(config: Any) -> Any:
+    """Return the class by which the library loads a language model of this configuration."""
+    return AutoModelForImageTextToText if sees(config.to_dict()) else AutoModelForCausalLM
+
+
+def _check_packable(kind: Any, config: Any, path: str | Path, own: bool, head: bool) -> None:
     """Check a model's configuration, names and class, its `own` or the library's, before its weights are read."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=own)
     with torch.device("meta"):
         shapes = kind.from_config(config, trust_remote_code=own)
     names = (name for name, _ in shapes.named_parameters())
-    check_architecture(config.to_dict(), names, path, head=kind is AutoModelForCausalLM)
+    check_architecture(config.to_dict(), names, path, head)
     if shapes._is_stateful:
         raise unpackable(path, "carries a state from token to token")
     if not shapes._supports_attention_backend:

@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
 from penstock.base.errors import UserError
 from penstock.base.files import share_weights_of
 from penstock.base.model_code import Code, trusted
 from penstock.configs.sections.trainer import LoraConfig
+from penstock.engines.models.loading import kind_for
+from penstock.engines.models.seeing import frozen_encoder
 from penstock.engines.weights.lora import attach, check_frozen, load_adapter, merged_state, write_adapter
 
 # Share of the largest logit. Equal weights give logits that differ by the order of sums alone, as addresses decide it.
@@ -50,11 +52,13 @@ def load_folder(folder: Path, code: Code | None = None) -> Any:
             architecture.
     """
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        own = trusted(folder, code)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=own)
+        loaded: Any = kind_for(config).from_pretrained(
             folder,
             dtype="auto",
             local_files_only=True,
-            trust_remote_code=trusted(folder, code),
+            trust_remote_code=own,
             use_safetensors=True,
             output_loading_info=True,
         )
@@ -68,14 +72,15 @@ def load_folder(folder: Path, code: Code | None = None) -> Any:
 
 
 def with_weights(folder: Path, weights: Mapping[str, torch.Tensor], code: Code | None = None) -> Any:
-    """Return the model of `folder` with other weights, in their dtype and storage.
+    """Return the model of `folder` with other weights, in their dtype and storage; an encoder of images stays its own.
 
     Raises:
         UserError: the weights are of another architecture.
     """
     lm = load_folder(folder, code)
+    encoder = frozen_encoder(lm, next(iter(weights.values())).dtype)
     try:
-        lm.load_state_dict(weights, strict=True, assign=True)
+        lm.load_state_dict({**encoder, **weights}, strict=True, assign=True)
     except RuntimeError as error:
         raise UserError(f"the checkpoint's weights do not fit {folder}: {error}", "name the run's own model") from error
     lm.tie_weights()

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from penstock.algorithms.expert_balance import expert_balance
 from penstock.base.errors import UserError
+from penstock.data.images import ImageFolder
 from penstock.engines.batches.packing import PackedBatch
 from penstock.engines.families.logits import LogitRule, logit_rule
 from penstock.engines.families.longest_row import LongestRow, longest_row
@@ -27,14 +28,22 @@ from penstock.engines.kernels.lm_head import Reference, selected_logprobs, selec
 from penstock.engines.kernels.sequence_parallel import of_all_ranks
 from penstock.engines.models.compile import prepare_compiler
 from penstock.engines.models.replay import Replay
+from penstock.engines.models.seeing import Sight, decoder_of
 from penstock.engines.weights.layout import blocks, family_in
 
 
 class PackedPolicy(nn.Module):
     """A causal LM: packed tokens in, log-probs and entropies of the response tokens out."""
 
-    def __init__(self, lm: PreTrainedModel, keep_logits: bool = False, replays: bool = False) -> None:
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        keep_logits: bool = False,
+        replays: bool = False,
+        images: ImageFolder | None = None,
+    ) -> None:
         super().__init__()
+        self.sight = Sight(lm, images) if family_of(lm.config.model_type).encoder else None
         self.lm, self.longest = lm, longest_row(lm.config.to_dict())
         self.replay = Replay(lm) if replays else None
         self.head = LogprobHead(language_head(lm), keep_logits, logit_rule(lm.config.to_dict()))
@@ -52,7 +61,8 @@ class PackedPolicy(nn.Module):
         brings the rollout's experts, the share of these that the routers would not have chosen.
         """
         self._route(batch)
-        output, (predict_U, targets_U) = _blocks_output(self.lm.base_model, batch, self.longest, experts), batch.own
+        output = _blocks_output(decoder_of(self.lm), batch, self.longest, experts, self.sight)
+        predict_U, targets_U = batch.own
         hidden_UH = output.last_hidden_state[0].index_select(0, predict_U)
         found = self.head(hidden_UH, targets_U, temperature, reference)
         outputs: tuple[torch.Tensor, ...] = tuple(map(batch.each, _of_the_run(batch, found)))
@@ -64,7 +74,9 @@ class PackedPolicy(nn.Module):
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
         """Return the final hidden states_TH of the tokens that predict the response."""
         self._route(batch)
-        return _hidden_states(self.lm.base_model, batch, self.longest).index_select(0, batch.predict_T)
+        output = _blocks_output(decoder_of(self.lm), batch, self.longest, sight=self.sight)
+        hidden_NH: torch.Tensor = output.last_hidden_state[0]
+        return hidden_NH.index_select(0, batch.predict_T)
 
     def _route(self, batch: PackedBatch) -> None:
         """Let tokens take the experts that the batch brings, if it does."""
@@ -146,8 +158,17 @@ def _hidden_states(backbone: nn.Module, batch: PackedBatch, longest: LongestRow 
     return hidden_NH
 
 
-def _blocks_output(backbone: nn.Module, batch: PackedBatch, longest: LongestRow | None, experts: bool = False) -> Any:
+def _blocks_output(
+    backbone: nn.Module,
+    batch: PackedBatch,
+    longest: LongestRow | None,
+    experts: bool = False,
+    sight: Sight | None = None,
+) -> Any:
     """Run the transformer blocks on packed tokens; with `experts` the output has the routers' logits too.
+
+    Args:
+        sight: of a model that sees, where tokens below 0 stand for images.
 
     Raises:
         UserError: a row is longer than `longest`.
@@ -157,9 +178,9 @@ def _blocks_output(backbone: nn.Module, batch: PackedBatch, longest: LongestRow 
             f"a row has {batch.layout.max_keys} tokens, and beyond {longest.tokens} {longest.beyond}",
             "use shorter prompts and responses, or another model",
         )
+    inputs = {"input_ids": batch.tokens_N.unsqueeze(0), "position_ids": batch.positions_N.unsqueeze(0)}
     return backbone(
-        input_ids=batch.tokens_N.unsqueeze(0),
-        position_ids=batch.positions_N.unsqueeze(0),
+        **(inputs if sight is None else sight.inputs(batch)),
         use_cache=False,
         packing=batch.layout,
         **({"output_router_logits": True} if experts else {}),

@@ -16,6 +16,7 @@ from penstock.configs.evaluation import EvaluationConfig
 from penstock.configs.schema import TrainConfig
 from penstock.engines.commands.build import Build, BuildFrozen, Built, MakeTiny
 from penstock.engines.families.shape import read_shape
+from penstock.engines.families.tiny import SPECIAL
 from penstock.engines.groups.placement import reference_is_base, reshard_strategy
 from penstock.engines.kernels.attention_kernel import kernels_on
 from penstock.engines.kernels.sequence_parallel import ranks_together
@@ -43,7 +44,9 @@ def make_tiny(models: RankModels, command: MakeTiny) -> None:
     if models.rank == 0 and config.model.tiny is not None:
         tokenizer = models.tokenizer(command.folder)
         ends = tokenizer.eos_token_id, tokenizer.pad_token_id
-        make_tiny_model(folder, config.model.tiny, len(tokenizer), *ends, config.seed)
+        special = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in SPECIAL.items()}
+        seen = special if config.model.tiny.encoder is not None else None
+        make_tiny_model(folder, config.model.tiny, len(tokenizer), *ends, config.seed, seen)
     torch.distributed.barrier()
 
 
@@ -52,6 +55,7 @@ def build(models: RankModels, command: Build) -> Built:
     """Load the models one after the other; a rollout engine of the same group comes last."""
     config, folder, roles = TrainConfig.model_validate(command.config), command.folder, command.roles
     models.configure(config)
+    models.see(command.images, folder)
     critic_folder = (config.critic.path if config.critic is not None else None) or folder
     models.shapes = dict.fromkeys(("actor", "reference"), read_shape(Path(folder)))
     models.shapes["critic"] = read_shape(Path(critic_folder))
@@ -71,6 +75,7 @@ def build_frozen(models: RankModels, command: BuildFrozen) -> Built:
     """Load the models one after the other, none of them to be trained; the rollout engine comes last."""
     config, roles = EvaluationConfig.model_validate(command.config), command.roles
     models.configure(config)
+    models.see(command.images, command.folder)
     models.shapes = {"actor": read_shape(Path(command.folder))}
     if "actor" in roles:
         models.frozen["actor"] = _frozen_policy(models, command.folder)
@@ -96,7 +101,7 @@ def _build_rest(models: RankModels, command: Build | BuildFrozen, parameters: in
 
 def _frozen_policy(models: RankModels, folder: str) -> nn.Module:
     """Load a language model for forward passes alone."""
-    return _freeze(PackedPolicy(models.compiled(models.loaded(folder))), models.device)
+    return _freeze(PackedPolicy(models.compiled(models.loaded(folder)), images=models.images), models.device)
 
 
 def _build_actor(models: RankModels, command: Build, steps: int) -> tuple[int, int]:
@@ -107,7 +112,7 @@ def _build_actor(models: RankModels, command: Build, steps: int) -> tuple[int, i
     parameters = sum(parameter.numel() for parameter in models.lm.parameters())
     trained = sum(parameter.numel() for parameter in ordered_parameters(models.lm))
     with _timed("starting DeepSpeed"):
-        policy = PackedPolicy(models.lm, command.keep_logits, config.replays)
+        policy = PackedPolicy(models.lm, command.keep_logits, config.replays, models.images)
         models.trainers["actor"] = Trainer(
             policy,
             ordered_parameters(models.lm),
@@ -131,7 +136,8 @@ def _build_rollout(models: RankModels, command: Build | BuildFrozen) -> None:
     correction = config.algorithm.correction is not None
     sleeps = command.roles != ("rollout",)
     demand = Demand(rollout, config.data.max_prompt_tokens, command.engines, sleeps, correction, config.actor.replays)
-    generator = Generator(Served(folder, models.lm, models.dtype, models.storage, config.model.code), demand)
+    served = Served(folder, models.lm, models.dtype, models.storage, config.model.code, models.images)
+    generator = Generator(served, demand)
     models.generator = generator
     if strategy == "broadcast":
         return

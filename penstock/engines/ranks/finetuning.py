@@ -20,7 +20,7 @@ from torch import nn
 
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.trainer import SftConfig
-from penstock.engines.batches.packing import Rows
+from penstock.engines.batches.packing import Rows, read_rows
 from penstock.engines.commands.build import Kernels
 from penstock.engines.commands.finetuning import (
     ModelToTrain,
@@ -51,7 +51,6 @@ from penstock.engines.training.preference import (
 from penstock.engines.training.trainer import Trainer
 from penstock.engines.training.updates import update_supervised
 from penstock.engines.weights.layout import ordered_parameters
-from penstock.state.experience import read_columns
 
 Trained = Literal["sft", "preference"]  # by which name a rank keeps the model
 REMEDY = "look for odd rows in the data, or lower the learning rate, and begin anew"  # where gradients are not finite
@@ -72,9 +71,9 @@ def sft_begin(models: RankModels, command: SftBegin) -> None:
     """Load the model into DeepSpeed, and all rows."""
     settings = _settings(models, command.model)
     models.lm = models.causal_lm(command.model.folder, settings)
-    _train(models, "sft", PackedPolicy(models.lm, command.model.keep_logits), settings)
-    columns = read_columns(command.rows, ("prompt_tokens", "response_tokens", "loss_mask"))
-    models.sft_rows = Rows(columns["prompt_tokens"], columns["response_tokens"], columns["loss_mask"], {})
+    models.see(command.images, command.model.folder)
+    _train(models, "sft", PackedPolicy(models.lm, command.model.keep_logits, images=models.images), settings)
+    models.sft_rows = read_rows(command.rows)
 
 
 @carries_out(SftSteps)

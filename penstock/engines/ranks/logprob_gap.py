@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from penstock.base.ragged import Ragged
+from penstock.engines.batches.images import with_images
 from penstock.engines.batches.packing import Rows
 from penstock.engines.commands.forward import TokenValues
 from penstock.engines.commands.logprob_gap import LogprobsToCompare, SampledTokens, SampleToCompare
@@ -45,7 +46,14 @@ def sample_to_compare(models: RankModels, command: SampleToCompare) -> Later[Sam
         routes=generator.capture is not None,
     )
     states = None if generator.loop.busy else generator_states()
-    asked = Generate(command.number, command.prompts, sampling, tokenizer="", sharing=command.sharing)  # without text
+    asked = Generate(
+        command.number,
+        command.prompts,
+        sampling,
+        tokenizer="",  # without text
+        sharing=command.sharing,
+        images=command.images,
+    )
     generation = generator.generation(asked, reproducible=True)
     generator.loop.submit(generation)
 
@@ -67,6 +75,10 @@ def logprobs_to_compare(models: RankModels, command: LogprobsToCompare) -> Token
     """Compute the actor's log-probs with uncompiled blocks: compiled code without gradients would serve this alone."""
     responses = command.responses
     mask = Ragged(np.ones(len(responses.values_T), np.uint8), responses.offsets_B1)
-    rows, policy = Rows(command.prompts, responses, mask, {}, routes=command.routes), models.model("actor")
+    prompts, images = command.prompts, None
+    if command.images is not None:
+        prompts, images = with_images(prompts, command.images)
+    rows = Rows(prompts, responses, mask, {}, routes=command.routes, images=images)
+    policy = models.model("actor")
     with torch.compiler.set_stance("force_eager"):
         return per_token(models, rows, "actor", command.budget, lambda batch: policy(batch, 1.0)[0])

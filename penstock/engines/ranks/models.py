@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from penstock.base.errors import UserError
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.trainer import TrainerConfig
+from penstock.data.images import ImageFolder
 from penstock.data.tokenizer import load_tokenizer
 from penstock.engines.batches.packing import Rows
 from penstock.engines.batches.shares import ALONE, RankSet
@@ -61,6 +64,7 @@ class RankModels:
         portions: of an iteration, whose gradient the actor's trainer has summed.
         reference_refreshed: the reference is no longer the starting model.
         reference_head: language head of a reference in another group (penstock/engines/ranks/reference.py).
+        images: that rows name.
         tell: takes what the newest command tells ahead of its reply.
         usage: what the newest command did: tokens, FLOPs, seconds of collectives.
     """
@@ -86,6 +90,7 @@ class RankModels:
     portions: Portions = field(default_factory=Portions)
     reference_refreshed: bool = False
     reference_head: Head | None = None
+    images: ImageFolder | None = None
     tell: Callable[[PartialResults | Step], None] = _unheard
     usage: dict[str, float] = field(default_factory=dict)
 
@@ -97,6 +102,21 @@ class RankModels:
         """
         choose_attention(config.model.attention, self.device.type)
         self.config = config
+
+    def see(self, images: str | None, folder: str) -> None:
+        """Open the images that rows name, if there are any; `folder` is that of the model.
+
+        Raises:
+            UserError: this rank has a GPU.
+        """
+        if images is None:
+            return
+        if self.device.type != "cpu":
+            raise UserError(
+                "rows with images are trained on CPUs alone so far: on GPUs nobody has compared what they compute",
+                "leave out data.images, or use a machine without GPUs",
+            )
+        self.images = ImageFolder(Path(images), folder)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -28,6 +29,10 @@ from penstock.engines.rollout.prompt_queue import PromptQueue
 from penstock.engines.rollout.quota import AllPrompts, Quota
 from penstock.engines.rollout.routing.capture import RouteCapture
 from penstock.engines.rollout.scheduler import Coasting
+
+
+def _none(_: int) -> Sequence[versions.PromptImage]:
+    return ()
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class Share:
         quota: how many prompts have to be answered.
         carried: what there is of responses to the first prompts; None: nothing is kept of unfinished ones.
         ended: responses that are there already.
+        images: gives those of the prompt at a position.
     """
 
     number: int
@@ -55,6 +61,7 @@ class Share:
     quota: Quota = field(default_factory=AllPrompts)
     carried: CarriedResponses | None = None
     ended: EndedResponses | None = None
+    images: Callable[[int], Sequence[versions.PromptImage]] = _none
 
     @property
     def own_streams(self) -> bool:
@@ -209,7 +216,13 @@ class DecodeLoop:
     # ---- for generations -----------------------------------------------------------------------------------------
 
     def request(
-        self, owner: Generation, names: dict[str, int], prompt: list[int], parameters: Any, seeds: list[int] | None
+        self,
+        owner: Generation,
+        names: dict[str, int],
+        prompt: list[int],
+        parameters: Any,
+        seeds: list[int] | None,
+        images: Sequence[versions.PromptImage] = (),
     ) -> None:
         """Hand in requests with the same prompt, one after the other, so that its prefix is computed once.
 
@@ -217,7 +230,7 @@ class DecodeLoop:
             names: the rows of the requests by their names, which no other request of this process has.
             seeds: of each request; None: they are sampled from the engine's common stream.
         """
-        versions.submit(self.llm, list(names), prompt, parameters, seeds, self._salt(self.version))
+        versions.submit(self.llm, list(names), prompt, parameters, seeds, self._salt(self.version), images)
         now, given = time.perf_counter(), len(prompt)
         self._requests.update({name: Request(owner, row, now, prompt=given) for name, row in names.items()})
 

@@ -18,6 +18,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,12 @@ import torch
 from torch import nn
 
 from penstock.base.model_code import Code, trusted
+from penstock.base.ragged import Ragged
 from penstock.configs.sections.rollout import RolloutConfig
+from penstock.data.images import ImageFolder
+from penstock.engines.batches.images import NUMBERS
 from penstock.engines.commands.rollout import Generate, Sampling, Sharing
+from penstock.engines.families.images import sees
 from penstock.engines.families.served import check_served, has_own_class, unserved
 from penstock.engines.families.shape import ModelShape, shape_of_weights
 from penstock.engines.models.shared_class import kept_as_it_is
@@ -59,6 +64,7 @@ class Served:
         lm: the trained model, or its shapes alone.
         storage: parameters whose storage the engine may use instead of its own, at their final addresses.
         code: that the folder is trusted to bring.
+        images: that prompts may name, of a model that sees.
     """
 
     folder: Path
@@ -66,6 +72,7 @@ class Served:
     dtype: torch.dtype
     storage: Mapping[str, torch.Tensor]
     code: Code | None = None
+    images: ImageFolder | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,11 @@ class Generator:
         described: Any = lm.config
         settings, shapes = described.to_dict(), shapes_of(lm)
         check_served(settings, shapes, served.folder)
+        if sees(settings):
+            versions.take_resizing_from_pillow()
         versions.prepare_vllm(self.cuda, described.architectures)
+        if sees(settings):
+            versions.let_images_come_prepared(described.architectures[0], demand.max_prompt_tokens)
         versions.warm_up_as(sampling_at_start(config, demand.logprobs))
         with _global_randomness_kept():
             bound = register_loader("penstock", shapes, served.storage)
@@ -126,6 +137,7 @@ class Generator:
                 gpu=torch.cuda.current_device() if self.cuda else None,
                 sleeps=self.sleeps,
                 logprobs=demand.logprobs,
+                images=demand.max_prompt_tokens if sees(settings) else 0,
             )
             with kept_as_it_is(type(lm.base_model)) as serve:
                 self.llm = _start(served, settings, arguments)
@@ -137,6 +149,7 @@ class Generator:
         self.capture = RouteCapture(self.llm, experts) if demand.routes else None
         self.loop = DecodeLoop(self.llm, coasting, config.keeps_kv_cache, self.capture)
         self.binding = bound[-1]
+        self.images = served.images
         self.own_reshard: Callable[[], int] | None = None  # one that this rank's group makes without another group
         self.asleep: set[str] = set()
         self.unmapped = 0  # bytes given to training
@@ -195,6 +208,7 @@ class Generator:
             quota_of(asked.wanted, place, store, number, reproducible, asked.required),
             carried,
             asked.ended,
+            partial(self._images_of, asked.images),
         )
         if play is None:
             return SingleResponses(share, sender)
@@ -202,6 +216,16 @@ class Generator:
             return GameLoop(share, play, play.players, in_step=reproducible)
         told = sender if sender is not None and sender.tells_all else None
         return EpisodeLoop(share, play, in_step=reproducible, sender=told)
+
+    def _images_of(self, images: Ragged | None, position: int) -> list[versions.PromptImage]:
+        """Return the images of the prompt at a position of a generation."""
+        if images is None:
+            return []
+        assert self.images is not None
+        found = []
+        for digest, begin, rows, columns in images.row(position).reshape(-1, NUMBERS).tolist():
+            found.append(versions.PromptImage(digest, begin, rows * columns, *self.images.pixels(digest)))
+        return found
 
     def _parameters(self, sampling: Sampling, own_streams: bool, stop: list[int]) -> Any:
         from vllm import SamplingParams
@@ -294,6 +318,7 @@ def engine_arguments(
     gpu: int | None,
     sleeps: bool,
     logprobs: bool,
+    images: int = 0,
 ) -> dict[str, Any]:
     """Return what vLLM is started with, apart from the model.
 
@@ -304,6 +329,7 @@ def engine_arguments(
         gpu: number of this rank's GPU among those that it sees; None: on the CPU.
         sleeps: whether the KV cache's memory is given back between rollouts.
         logprobs: whether log-probs of the tokens may be asked for.
+        images: that a prompt may have at most; 0: the model sees none.
     """
     graphs = gpu is not None and config.cuda_graphs
     return {
@@ -328,6 +354,7 @@ def engine_arguments(
         # which sees its GPU under another number, would load it in vain.
         "additional_config": {"gpu": gpu},
         "seed": 0,
+        **(versions.prepared_images(images) if images else {}),
     }
 
 

@@ -129,7 +129,8 @@ class SingleResponses:
         if share.carried is not None and position * samples < len(share.carried.tokens):
             self._go_on(loop, position, names, seeds)
         elif names:
-            loop.request(self, names, share.prompts.row(position).tolist(), share.parameters, seeds)
+            prompt, images = share.prompts.row(position).tolist(), share.images(position)
+            loop.request(self, names, prompt, share.parameters, seeds, images)
 
     def _take_over(self, position: int, sample: int) -> bool:
         """Keep a response that is there already; return whether it is."""

@@ -7,8 +7,11 @@ Everything else in the project calls the names here. Seen to work: torch 2.13 (C
 from __future__ import annotations
 
 import copy
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -177,6 +180,84 @@ def inspect_in_this_process(architectures: Sequence[str]) -> None:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
+def let_images_come_prepared(architecture: str, most_tokens: int) -> None:
+    """Let vLLM serve a model that sees images whose pixels and places in the prompt it is given.
+
+    Its own processor would make them of a text once more, for which it wants a tokenizer, and one of videos.
+
+    Args:
+        most_tokens: of an image.
+    """
+    take_resizing_from_pillow()
+    from vllm import ModelRegistry
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    kind: Any = ModelRegistry.models[architecture].load_model_cls()
+    own = kind._processor_factory
+    info = type("Info", (own.info,), {"get_mm_max_tokens_per_item": lambda *_, **__: {"image": most_tokens}})
+    processor = type("Processor", (own.processor,), {"requires_tokenizer": False})
+    del kind._processor_factory  # vLLM warns of one that takes another's place
+    MULTIMODAL_REGISTRY.register_processor(processor, info=info, dummy_inputs=own.dummy_inputs)(kind)
+
+
+def prepared_images(most: int) -> dict[str, Any]:
+    """Return arguments of an engine whose prompts come with the pixels of at most `most` images, normalised already.
+
+    vLLM 0.32 would normalise them once more, in the model; 0.26 has no such argument and does not.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    normalises = "mm_device_do_normalize" in inspect.signature(EngineArgs).parameters
+    return {
+        "limit_mm_per_prompt": {"image": most, "video": 0},
+        "skip_mm_profiling": True,
+        "mm_processor_cache_gb": 0,
+        **({"mm_device_do_normalize": False} if normalises else {}),
+    }
+
+
+def take_resizing_from_pillow() -> None:
+    """Let vLLM import its Qwen-VL classes without torchvision, whose wheels need CUDA: it takes one function.
+
+    That function, the size of an image by its pixels, is the same in the file of the Transformers library for Pillow.
+    """
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as for_pillow
+
+    sys.modules.setdefault("transformers.models.qwen2_vl.image_processing_qwen2_vl", for_pillow)
+
+
+@dataclass(frozen=True)
+class PromptImage:
+    """An image of a prompt: its digest, its first token and their number, its pixels and the grid of patches."""
+
+    digest: int
+    begin: int
+    tokens: int
+    pixels_PD: np.ndarray
+    grid: tuple[int, int, int]
+
+
+def _with_images(prompt: list[int], images: Sequence[PromptImage]) -> dict[str, Any]:
+    """Return what vLLM's own processor of Qwen-VL would make of a prompt."""
+    from transformers import BatchFeature
+    from vllm.model_executor.models.qwen2_vl import _create_qwen2vl_field_factory
+    from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+    pixels_PD = torch.from_numpy(np.concatenate([image.pixels_PD for image in images]))
+    features = BatchFeature({"pixel_values": pixels_PD, "image_grid_thw": torch.tensor([im.grid for im in images])})
+    merged = round((images[0].pixels_PD.shape[0] / images[0].tokens) ** 0.5)
+    items = MultiModalKwargsItems.from_hf_inputs(features, _create_qwen2vl_field_factory(merged)(features))
+    return {
+        "type": "multimodal",
+        "prompt_token_ids": prompt,
+        "mm_kwargs": items,
+        "mm_hashes": {"image": [f"{image.digest:016x}" for image in images]},
+        "mm_placeholders": {"image": [PlaceholderRange(image.begin, image.tokens) for image in images]},
+    }
+
+
 def warm_up_as(parameters: Any) -> None:
     """Let vLLM's next engine compile the sampling kernels that `parameters` (SamplingParams) take, at its start.
 
@@ -199,21 +280,29 @@ def scheduler(llm: Any) -> Any:
 
 
 def submit(
-    llm: Any, names: list[str], prompt: list[int], parameters: Any, seeds: list[int] | None, salt: str = ""
+    llm: Any,
+    names: list[str],
+    prompt: list[int],
+    parameters: Any,
+    seeds: list[int] | None,
+    salt: str = "",
+    images: Sequence[PromptImage] = (),
 ) -> None:
     """Give an in-process vLLM engine one request per name, all with the same prompt.
 
     `seeds`, one per name, replace the seed in `parameters`: that must be set then, since vLLM has looked at it. In its
-    cache requests find prefixes of those with the same `salt` alone.
+    cache requests find prefixes of those with the same `salt` and the same `images` alone.
     """
     engine = llm.llm_engine
-    given = {"type": "token", "prompt_token_ids": prompt}
+    given = _with_images(prompt, images) if images else {"type": "token", "prompt_token_ids": prompt}
     checked = engine.input_processor.process_inputs(
         names[0],
         {**given, "cache_salt": salt} if salt else given,
         parameters,
         supported_tasks=engine.get_supported_tasks(),
     )
+    if checked.prompt_token_ids != prompt:
+        raise RuntimeError("vLLM would answer another prompt than the one that is trained on")
     for number, name in enumerate(names):
         request = copy.copy(checked)
         request.request_id = request.external_req_id = name

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -44,9 +44,16 @@ def plan(names: Iterable[str], family: Family) -> list[FusedParameter]:
         if name in done:
             continue
         fused = _fused_group(name, set(known), family)
-        result.append(fused)
+        result.append(replace(fused, name=_served_name(fused.name, family)))
         done.update(fused.parts)
     return result
+
+
+def _served_name(name: str, family: Family) -> str:
+    for own, served in family.served_names:
+        if name.startswith(own):
+            return served + name.removeprefix(own)
+    return name
 
 
 def _fused_group(name: str, known: set[str], family: Family) -> FusedParameter:

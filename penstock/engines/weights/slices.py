@@ -182,7 +182,7 @@ def _stacked(fused: FusedParameter, family: Family) -> bool:
     They are if it has vLLM's name, or if a row of the table says so: under another name a model may order them
     otherwise.
     """
-    return fused.name.split(".")[-2] in (family.query_key_value.served, family.gate_up.served)
+    return fused.name.split(".")[-2] in (family.query_key_value.served, family.gate_up.served, *family.stacked)
 
 
 def _stretches(rows: list[int], held: list[tuple[int, int, int]], stacked: bool) -> Iterator[tuple[int, int, int]]:

@@ -17,6 +17,7 @@ import pandas as pd
 import pyarrow as pa
 
 from penstock.base.ragged import Ragged
+from penstock.data.prompts import IMAGES_OF_PROMPT
 from penstock.engines.commands.rollout import (
     Asked,
     CarriedResponses,
@@ -180,6 +181,7 @@ def _ask(training: Training, request: GenerationRequest, hearers: Sequence[News]
         request.ended,
         request.together,
         request.tell_all,
+        images=images_of(prompts),
     )
     told = Told(request, hearers, kept, remembers=session.elastic is not None and episodes is None)
     try:
@@ -195,6 +197,13 @@ def _ask(training: Training, request: GenerationRequest, hearers: Sequence[News]
         if kept is not None:
             kept.close()
     return Replies(replies, began, time.perf_counter())
+
+
+def images_of(prompts: pd.DataFrame) -> Ragged | None:
+    """Return the numbers of each prompt's images; None where prompts have none."""
+    if IMAGES_OF_PROMPT not in prompts.columns:
+        return None
+    return Ragged.of(list(prompts[IMAGES_OF_PROMPT]), np.int64)
 
 
 def _rest(command: Generate, ended: EndedResponses | None, number: int, reproducible: bool) -> Generate:

@@ -37,7 +37,8 @@ from penstock.trackers.table import check_trackers
 
 OF_RECIPES = ("train", "sft")  # kinds of runs whose configuration is a recipe for `train`
 ALIKE = (  # what runs have to agree on without a recipe: what is asked, how it is sampled, what judges it
-    *(f"data.{name}" for name in ("heldout", "arithmetic", "prompt", "chat", "chat_arguments", "template")),
+    *(f"data.{name}" for name in ("heldout", "arithmetic", "squares", "images")),
+    *(f"data.{name}" for name in ("prompt", "chat", "chat_arguments", "template")),
     "data.max_prompt_tokens",
     "data.too_long",
     "reward",

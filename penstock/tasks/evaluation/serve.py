@@ -28,7 +28,7 @@ from penstock.session.progress import show_progress
 from penstock.session.session import Session, Training
 from penstock.state.run_folder import RunFolder
 from penstock.tasks.evaluation.inputs import Plan, Subject
-from penstock.tasks.start import open_rewards, read_split
+from penstock.tasks.start import images_of, open_rewards, read_split
 
 NOTHING = Resumable((), (), "", ())  # an evaluation does not go on
 EVALUATION = Kind("evaluate", EvaluationConfig, check_evaluation, check_memory, NOTHING)
@@ -60,7 +60,8 @@ def load_heldout(training: Training, model_folder: str) -> dict[str, int]:
     config, path = training.config, training.run.prompts("heldout")
     training.session().say("tokenizing prompts")
     tokenizer, tools = load_tokenizer(model_folder, config.model.code), tools_told(config.environment)
-    tokenize_prompts(split_of(config, "heldout"), config.data, tokenizer, "heldout", tools).save(path)
+    rows, images = split_of(config, "heldout"), images_of(training, model_folder)
+    tokenize_prompts(rows, config.data, tokenizer, "heldout", tools, images).save(path)
     counts = read_split(training, "heldout")
     open_rewards(training, "heldout")
     return counts
@@ -80,4 +81,4 @@ def serve(training: Training, model_folder: str) -> int:
 
 def _command(session: Session, roles: tuple[Role, ...]) -> BuildFrozen:
     build = session.build(roles)
-    return BuildFrozen(build.config, build.folder, roles, build.engines)
+    return BuildFrozen(build.config, build.folder, roles, build.engines, build.images)

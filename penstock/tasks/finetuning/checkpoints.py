@@ -181,7 +181,7 @@ def finetuned(run: RunFolder, name: str, steps: int) -> str:
 
 
 def copy_tokenizer(source: Path, target: Path, code: Code | None) -> None:
-    """Copy everything of a model folder that belongs to its tokenizer, and the `code` that it is trusted to bring."""
+    """Copy what a model folder has of its tokenizer and image processor, and the `code` that it is trusted to bring."""
     for pattern in (
         "tokenizer*",
         "special_tokens_map.json",
@@ -189,6 +189,7 @@ def copy_tokenizer(source: Path, target: Path, code: Code | None) -> None:
         "merges.txt",
         "chat_template*",
         "added_tokens.json",
+        "*processor_config.json",
     ):
         for path in source.glob(pattern):
             shutil.copy2(path, target / path.name)

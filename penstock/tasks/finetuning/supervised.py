@@ -28,7 +28,8 @@ def begin_supervised(training: Training, model_folder: str) -> None:
     training.session().await_engines()
     training.session().say("loading the model for supervised training")
     model = model_to_train(training, config.model.dtype, config.seed, model_folder)
-    training.session().call("actor", SftBegin(model, str(training.run.prompts("sft"))), "0/sft_begin")
+    begin = SftBegin(model, str(training.run.prompts("sft")), training.session().image_folder)
+    training.session().call("actor", begin, "0/sft_begin")
 
 
 @task(task_run_name="steps-{first:06d}", cache_policy=NO_CACHE)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
@@ -20,6 +21,7 @@ from penstock.base.ragged import Ragged, offsets_of
 from penstock.configs.schema import TrainConfig
 from penstock.engines.commands.logprob_gap import LogprobsToCompare, SampleToCompare
 from penstock.engines.sizing.memory import weight_width
+from penstock.session.rollout.generation import images_of
 from penstock.session.session import Session, Training, timed
 from penstock.tasks.iteration.forward_passes import from_ranks
 
@@ -80,18 +82,22 @@ def logprob_gaps(training: Training, iteration: int, budget: int) -> tuple[np.nd
     Where experts are replayed the second is the one with the actor's own.
     """
     session, config = training.session(), training.config
-    asked, tokens = _prompts(training, iteration), min(TOKENS, config.rollout.max_response_tokens)
-    sample = SampleToCompare(next(session.generations), asked, tokens, [config.seed, iteration, COMPARING])
+    rows, tokens = _prompts(training, iteration), min(TOKENS, config.rollout.max_response_tokens)
+    asked, images = Ragged.of(list(rows["prompt_tokens"]), np.int32), images_of(rows)
+    seed = [config.seed, iteration, COMPARING]
+    sample = SampleToCompare(next(session.generations), asked, tokens, seed, images=images)
     replies, _ = session.generate(sample, f"{iteration}/sample_to_compare")
     answers = [reply for reply in replies if reply is not None]  # of an engine of several ranks one replies
     lengths_B = np.concatenate([answer.responses.lengths_B for answer in answers])
     tokens_T = np.concatenate([answer.responses.values_T for answer in answers])
     routes = [answer.routes for answer in answers if answer.routes is not None]
+    taken_P = np.concatenate([answer.positions_P for answer in answers])
     passing = LogprobsToCompare(
-        prompts=asked.take(np.concatenate([answer.positions_P for answer in answers])),
+        prompts=asked.take(taken_P),
         responses=Ragged(tokens_T, offsets_of(lengths_B)),
         budget=budget,
         routes=Ragged.concatenated(routes) if routes else None,
+        images=None if images is None else images.take(taken_P),
     )
     theirs_T = np.concatenate([answer.logprobs_T for answer in answers])
 
@@ -103,8 +109,8 @@ def logprob_gaps(training: Training, iteration: int, budget: int) -> tuple[np.nd
     return gap_T(passing, "logprobs_to_compare"), own_T
 
 
-def _prompts(training: Training, iteration: int) -> Ragged:
+def _prompts(training: Training, iteration: int) -> pd.DataFrame:
     """Return the prompts of a comparison: others each time."""
     session = training.session()
-    tokens, count = session.prompts["train"].frame["prompt_tokens"], PROMPTS * session.rollout_engines
-    return Ragged.of([tokens.iloc[(iteration * count + row) % len(tokens)] for row in range(count)], np.int32)
+    frame, count = session.prompts["train"].frame, PROMPTS * session.rollout_engines
+    return frame.iloc[(iteration * count + np.arange(count)) % len(frame)]

@@ -22,9 +22,9 @@ from penstock.evaluators.rewards import FULL_REWARD
 from penstock.evaluators.running import run_evaluators
 from penstock.rewards.pool import Score
 from penstock.session.requests import GenerationRequest
-from penstock.session.rollout.generation import Responses, generate
+from penstock.session.rollout.generation import Responses, generate, images_of
 from penstock.session.session import Training, prompt_columns, timed
-from penstock.state.experience import AGENT, add_columns, consolidate, write_columns
+from penstock.state.experience import AGENT, IMAGES, add_columns, consolidate, write_columns
 from penstock.tasks.iteration.forward_passes import in_row_order
 from penstock.tasks.iteration.reward import reward_columns, score
 
@@ -89,6 +89,11 @@ def answered(
         "prompt": texts,
         "response": responses.texts.to_pylist(),
         **responses.episodes,
+        **(
+            {}
+            if (images := images_of(prompts)) is None
+            else {IMAGES: images.take(np.repeat(range(len(prompts)), rows))}
+        ),
         **({AGENT: numbers_of_players(len(prompts), len(players), sampling.samples)} if players else {}),
     }
     return columns, responses, score(training, columns, "heldout", f"{key}-score")

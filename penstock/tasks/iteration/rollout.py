@@ -34,7 +34,7 @@ from penstock.session.rollout.carried import (
 from penstock.session.rollout.draw import draws_by_rewards
 from penstock.session.rollout.ended import EndedFile, keeps_ended, origin_of_ended, other_streams
 from penstock.session.rollout.episodes import episode_column_names, episode_figures
-from penstock.session.rollout.generation import Responses, begin_generation, take_responses
+from penstock.session.rollout.generation import Responses, begin_generation, images_of, take_responses
 from penstock.session.rollout.portions import Portions, StreamedRollout
 from penstock.session.rollout.rounds import further_round, next_round, round_figures
 from penstock.session.rollout.score_ahead import sample_id, scoring_ahead
@@ -44,6 +44,7 @@ from penstock.session.settings import Settings, next_settings
 from penstock.state.deferred import Deferred
 from penstock.state.experience import (
     AGENT,
+    IMAGES,
     RESAMPLED,
     ROUTES,
     ExperienceRef,
@@ -297,6 +298,8 @@ def experience_columns(
         "policy_version": np.full(len(ids), version),
         **responses.episodes,
     }
+    if (images := images_of(prompts)) is not None:
+        columns[IMAGES] = images.take(repeats)
     if config.data.agents is not None:
         columns[AGENT] = agent_numbers(prompts, config.data.agents, "data.train")[repeats]
     if config.players:
