@@ -116,8 +116,9 @@ def _hold_corrections(model: nn.Module) -> None:
     """
     corrections = family_in(model).corrections
     for module in model.modules():
-        for name in set(module._buffers).intersection(corrections):
-            setattr(module, name, nn.Parameter(module._buffers[name], requires_grad=False))
+        for name, values in [*module.named_buffers(recurse=False)]:
+            if name in corrections:
+                setattr(module, name, nn.Parameter(values, requires_grad=False))
 
 
 def _check_packable(kind: Any, path: str | Path, own: bool) -> None:
