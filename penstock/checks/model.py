@@ -142,7 +142,7 @@ def check_one_label(folder: Path, key: str) -> None:
 
 
 def check_router_loss(config: TrainConfig) -> None:
-    """Check that an actor whose loss is to spread tokens over experts has some, and chooses them by its routers' logits.
+    """Check that an actor whose loss is to spread tokens over experts has some, and chooses them by routers' logits.
 
     Raises:
         UserError: it has none, or does not.

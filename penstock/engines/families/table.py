@@ -143,9 +143,7 @@ FAMILIES: tuple[Family, ...] = (
         experts=(("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias"), *_experts_in("mlp")),
         corrected=True,
     ),
-    Family(
-        ("afmoe",), experts=(("mlp.router.gate.weight", "mlp.gate.weight"), *_experts_in("mlp")), corrected=True
-    ),
+    Family(("afmoe",), experts=(("mlp.router.gate.weight", "mlp.gate.weight"), *_experts_in("mlp")), corrected=True),
     Family(("cohere2_moe",), logit_factors=("logit_scale",), disputed_window=True, experts=_experts_in("mlp")),
     Family(
         ("granitemoe",),

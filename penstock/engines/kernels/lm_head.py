@@ -164,7 +164,9 @@ class _SelectedLogprobs(torch.autograd.Function):
         statistics = _on(hidden_TH.device.type, _statistics)
         parts = [
             statistics(
-                _logits(hidden_TH, weight_VH, bias_V, chunk, _cut(kept_TV, chunk)),  # not held longer than for this call
+                _logits(
+                    hidden_TH, weight_VH, bias_V, chunk, _cut(kept_TV, chunk)
+                ),  # not held longer than for this call
                 targets_T[chunk],
                 scale,
                 cap,

@@ -125,8 +125,9 @@ def _hold_corrections(model: nn.Module) -> None:
     """
     corrections = family_in(model).corrections
     for module in model.modules():
-        for name in set(module._buffers).intersection(corrections):
-            setattr(module, name, nn.Parameter(module._buffers[name], requires_grad=False))
+        for name, values in [*module.named_buffers(recurse=False)]:
+            if name in corrections:
+                setattr(module, name, nn.Parameter(values, requires_grad=False))
 
 
 def kind_for(config: Any) -> Any:

@@ -138,7 +138,8 @@ def head_of_reference(models: RankModels) -> Head:
     if models.reference_head is not None:
         return models.reference_head
     policy: Any = models.frozen.get("reference") or models.trainers["actor"].module
-    return Head(*(None if value is None else value.detach() for value in (policy.head.weight, policy.head.bias)))
+    head = policy.head
+    return Head(head.weight.detach(), None if head.bias is None else head.bias.detach())
 
 
 def keep_head(models: RankModels) -> None:

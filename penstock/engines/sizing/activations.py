@@ -119,7 +119,9 @@ def _expert_table(shape: ModelShape, computation: Computation) -> list[Kept]:
         Kept("experts' order", 4 * INDEX * chosen, "which experts a token has, and where it lies among theirs"),
         Kept("router's probabilities", (w if computation.compiled else FLOAT32) * experts.count, "softmax"),
         Kept("router's weights", 2 * FLOAT32 * chosen, "their sum is 1; product with the experts' output"),
-        Kept("shared MLP's output", w * shape.hidden_size if experts.shared_gate else 0, "its product with its own gate"),
+        Kept(
+            "shared MLP's output", w * shape.hidden_size if experts.shared_gate else 0, "its product with its own gate"
+        ),
     ]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from penstock.base.ragged import Ragged
 from penstock.engines.batches.packing import PackedBatch, Rows

@@ -143,7 +143,14 @@ class Padded:
 
 @pytest.mark.parametrize(
     ("count", "stage", "budget", "shape"),
-    [(1, 2, 10_000, SHAPE), (1, 0, 32, SHAPE), (2, 1, 24, SHAPE), (2, 3, 32, UNTIED), (2, 2, 1, SHAPE), (2, 3, 32, BIASED)],
+    [
+        (1, 2, 10_000, SHAPE),
+        (1, 0, 32, SHAPE),
+        (2, 1, 24, SHAPE),
+        (2, 3, 32, UNTIED),
+        (2, 2, 1, SHAPE),
+        (2, 3, 32, BIASED),
+    ],
     ids=["one micro-batch", "several", "two ranks", "sharded weights", "a row each", "a head with a bias"],
 )
 def test_an_update_with_the_full_kl_is_the_padded_loop(
