@@ -13,7 +13,7 @@ from penstock.base.ragged import Ragged
 from penstock.engines.batches.micro_batches import plan_micro_batches
 from penstock.engines.batches.packing import Rows, pack, read_rows
 from penstock.state.experience import write_columns
-from tests.engines.path_rows import PathRows, rows_of_paths
+from tests.engines.batches.path_rows import PathRows, rows_of_paths
 
 CPU = torch.device("cpu")
 

@@ -64,7 +64,7 @@ def _training(model: Path, **sections: Any) -> TrainConfig:
     )
 
 
-@pytest.mark.parametrize("family", ["Glm4MoeConfig", "PhimoeConfig", "GraniteMoeConfig"])
+@pytest.mark.parametrize("family", ["PhimoeConfig", "Ernie4_5_MoeConfig"])
 def test_mixtures_of_experts_are_refused_before_the_engines_start(family: str, tmp_path: Path) -> None:
     """By their configuration, and by the names of their weights where that says nothing."""
     config = _training(_write(tmp_path / "model", family, EXPERTS))
@@ -95,7 +95,7 @@ def test_rows_that_the_model_would_compute_otherwise_are_refused_before_the_engi
     check_inputs(_training(model, data={"max_prompt_tokens": 12}))
 
 
-@pytest.mark.parametrize("family", ["Qwen2MoeConfig", "Qwen3MoeConfig", "MixtralConfig", "OlmoeConfig"])
+@pytest.mark.parametrize("family", ["GraniteMoeConfig", "MixtralConfig", "OlmoeConfig", "Qwen2MoeConfig", "Qwen3MoeConfig"])
 def test_mixtures_whose_row_says_how_vllm_calls_experts_are_taken(family: str, tmp_path: Path) -> None:
     check_inputs(_training(_write(tmp_path / "model", family, EXPERTS)))
 

@@ -20,7 +20,7 @@ from penstock.engines.commands.update import ActorLoss
 from penstock.engines.models.loading import load_causal_lm
 from penstock.engines.models.models import PackedPolicy
 from penstock.engines.training.updates import actor_loss
-from tests.engines.path_rows import PathRows, rows_of_paths
+from tests.engines.batches.path_rows import PathRows, rows_of_paths
 from tests.engines.rows import LOSS
 from tests.engines.shared_ranks import Shape
 from tests.engines.unpacked import load_unpacked, row_logprobs

@@ -20,7 +20,7 @@ from penstock.algorithms.policy_losses.types import PolicyLossInputs
 from penstock.algorithms.registry import policy_loss_named
 from penstock.engines.batches.packing import PackedBatch, pack
 from penstock.engines.commands.update import ActorLoss
-from penstock.engines.kernels.lm_head import Reference
+from penstock.engines.kernels.lm_head import Head, Reference
 from penstock.engines.models.loading import load_causal_lm
 from penstock.engines.models.models import PackedCritic, PackedPolicy
 from penstock.engines.training.full_kl import STATES, reference_of
@@ -160,7 +160,7 @@ def test_the_kl_to_a_reference_is_that_of_each_token(folder_of: FolderOf) -> Non
     for of, least in ((other, 0.01), (policy, 0.0)):
         states_TH = of.hidden(batch)
         with_states = replace(batch, columns={**batch.columns, STATES: states_TH})
-        kl_T = policy(batch, 1.0, reference_of(with_states, of.head.weight))[2]
+        kl_T = policy(batch, 1.0, reference_of(with_states, Head(of.head.weight)))[2]
         apart_T = policy(replace(batch, shared=None), 1.0, Reference(states_TH, of.head.weight))[2]
         torch.testing.assert_close(kl_T, apart_T, rtol=1e-5, atol=1e-6)
         assert kl_T.mean() > least if least else kl_T.abs().max() == 0
