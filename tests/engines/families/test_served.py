@@ -95,7 +95,9 @@ def test_rows_that_the_model_would_compute_otherwise_are_refused_before_the_engi
     check_inputs(_training(model, data={"max_prompt_tokens": 12}))
 
 
-@pytest.mark.parametrize("family", ["GraniteMoeConfig", "MixtralConfig", "OlmoeConfig", "Qwen2MoeConfig", "Qwen3MoeConfig"])
+@pytest.mark.parametrize(
+    "family", ["GraniteMoeConfig", "MixtralConfig", "OlmoeConfig", "Qwen2MoeConfig", "Qwen3MoeConfig"]
+)
 def test_mixtures_whose_row_says_how_vllm_calls_experts_are_taken(family: str, tmp_path: Path) -> None:
     check_inputs(_training(_write(tmp_path / "model", family, EXPERTS)))
 
