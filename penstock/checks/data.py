@@ -11,7 +11,7 @@ from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.data import DataConfig
 from penstock.data.agents import agent_numbers
 from penstock.data.group_filters import load_filter
-from penstock.data.images import read_images
+from penstock.data.images import check_images
 from penstock.data.prompts import refuse_reserved
 from penstock.data.rows import require_columns, require_filled
 from penstock.data.samplers import load_sampler, require_numbers
@@ -96,7 +96,7 @@ def _columns(data: DataConfig, frame: pd.DataFrame, name: str) -> list[str]:
     require_filled(frame, data.prompt, name)
     refuse_reserved(frame, name)
     if data.image_column is not None:
-        read_images(frame, data.image_column, name)
+        check_images(frame, data.image_column, name)
     return list(frame.columns)
 
 
@@ -115,4 +115,4 @@ def check_pairs(config: TrainConfig) -> None:
     frame = split_of(config, "sft")
     require_columns(frame, [data.prompt, data.response], data.sft)
     if data.image_column is not None:
-        read_images(frame, data.image_column, data.sft)
+        check_images(frame, data.image_column, data.sft)

@@ -15,7 +15,8 @@ from penstock.checks.prompts import check_prompt_lengths
 from penstock.checks.training import check_environment, check_reward, check_rollout_model
 from penstock.configs.evaluation import EvaluationConfig
 from penstock.data.source import reading_once, split_of
-from penstock.engines.families.shape import read_shape
+from penstock.engines.families.images import sees
+from penstock.engines.families.shape import read_settings, read_shape
 from penstock.evaluators.loading import load_evaluators
 
 WITHOUT_KL = "leave 'kl' out: evaluate.evaluators=[rewards, diversity, length]"
@@ -55,6 +56,8 @@ def check_reference(config: EvaluationConfig) -> None:
     folder = Path(config.reference)
     check_model_folder(folder, "the reference", code=config.model.code)
     ours, theirs = read_shape(Path(str(config.model.path))).vocabulary, read_shape(folder).vocabulary
+    if config.data.image_column is not None and not sees(read_settings(folder)):
+        raise UserError(f"the evaluator 'kl' compares with {folder}, which sees no images of the rows", WITHOUT_KL)
     if ours != theirs:
         raise UserError(
             f"the evaluator 'kl' compares {config.model.path}, of {ours} tokens, with {folder}, of {theirs}", WITHOUT_KL

@@ -73,6 +73,28 @@ def check_sight(folder: Path, column: str | None) -> None:
         )
 
 
+def refuse_sight(path: str | None, why: str) -> None:
+    """Refuse a model folder with an encoder of images where it would have nothing to see.
+
+    Raises:
+        UserError: it has one.
+    """
+    if path is not None and (Path(path) / "config.json").is_file() and sees(read_settings(Path(path))):
+        raise UserError(f"the model in {path} sees images, and {why}", "use a model of text")
+
+
+def check_served_images(folder: Path) -> None:
+    """Check that vLLM's own server can make images ready for a model that sees.
+
+    Raises:
+        UserError: it sees, and the library for that is not installed.
+    """
+    if sees(read_settings(folder)) and find_spec("torchvision") is None:
+        raise UserError(
+            f"the model in {folder} sees images, for which vLLM's own server needs torchvision", "install torchvision"
+        )
+
+
 def check_model_folder(folder: Path, key: str, scores: bool = False, code: Code | None = None) -> None:
     """Check that `folder` looks like a Hugging Face model folder, of a model that packed training runs rightly.
 

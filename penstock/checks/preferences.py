@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.base.errors import UserError
-from penstock.checks.model import check_chat, check_model, check_one_label, check_targets
+from penstock.checks.model import check_chat, check_model, check_one_label, check_targets, refuse_sight
 from penstock.configs.preference import PairConfig, RewardModelConfig
 from penstock.configs.sections.run import names_of_trackers
 from penstock.data.preference import check_columns
@@ -24,6 +24,7 @@ def check_preferences(config: PairConfig) -> None:
         UserError: the first mistake found.
     """
     engines, data, scores = config.engines(), config.data, isinstance(config, RewardModelConfig)
+    refuse_sight(config.model.path, "rows of preferences have no images")
     check_model(engines, scores)
     check_trackers(names_of_trackers(config.tracker), "tracker")
     if scores and config.model.path is not None:

@@ -72,6 +72,13 @@ def describe_steps(config: TrainConfig | PairConfig, going_on: RunFolder | None 
         UserError: rows cannot be tokenized, or none is short enough.
     """
     trainer, unit = _trainer(config), _unit(config)
+    if isinstance(config, TrainConfig) and config.data.image_column is not None:
+        rows = len(split_of(config, "sft"))
+        epochs = trainer.steps * trainer.batch / rows
+        return [
+            f"sft: {rows:,} {unit} with images, whose tokens are counted when the training starts",
+            f"steps: {trainer.steps} of {trainer.batch} {unit}: {epochs:.3g} epochs",
+        ]
     splits = list(_splits(config))
     train = splits[0]
     epochs = trainer.steps * trainer.batch / train.kept

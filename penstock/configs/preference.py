@@ -145,6 +145,8 @@ class PairConfig(Recipe):
 
     @model_validator(mode="after")
     def _network(self) -> Self:
+        if self.model.tiny is not None and self.model.tiny.encoder is not None:
+            raise ValueError("'model.tiny.encoder': rows of preferences have no images: remove it")
         if self.devices.hosts:
             fill(self, hosts=HostsConfig())
         elif self.hosts is not None:

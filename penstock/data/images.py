@@ -1,7 +1,7 @@
 """Images of data rows: looked at before anything starts, kept in the run folder, opened by the ranks that need them.
 
-A row names an image by a path with a suffix, relative to the data file, or has its bytes in base64 (without a full stop
-in it). It is kept under its digest, as it is. No address of a network is followed: an image is there before
+A row names an image by a path with a suffix, from the data file if it is relative, or has its bytes in base64 (without
+a full stop in it). It is kept under its digest, as it is. No address of a network is followed: an image is there before
 a run begins. What becomes of the pixels, and how many tokens an image has, the image processor of the model's folder
 says; trainer and rollout engine get the same pixels.
 
@@ -11,13 +11,12 @@ Left out: videos; where images stand in a prompt (penstock/data/prompts.py).
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import io
 import json
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,8 @@ from penstock.base.files import replacing
 from penstock.base.interrupts import interrupts_deferred
 from penstock.data.rows import place, require_columns
 
-KEPT = 256  # images whose pixels a process keeps
+KEPT_BYTES = 256 << 20  # of images whose pixels a process keeps
+FORMATS = ("PNG", "JPEG", "WEBP")  # others start programs of their own
 REMEDY = "give a PNG, JPEG or WebP file, by its path beside the data file or as base64"
 
 
@@ -50,6 +50,7 @@ class ImageFolder:
             model_folder, local_files_only=True, trust_remote_code=False
         )
         self._kept: OrderedDict[int, tuple[np.ndarray, tuple[int, int, int]]] = OrderedDict()
+        self._bytes = 0
 
     def token(self) -> int:
         """Return the token that stands for an image in a prompt, which the model's configuration names."""
@@ -74,33 +75,42 @@ class ImageFolder:
         """Return patches x pixels in float32, and the grid of patches: images in time (1), rows, columns.
 
         Raises:
-            UserError: the file is not what was kept.
+            UserError: the file is missing, or not what was kept.
         """
         if digest in self._kept:
             self._kept.move_to_end(digest)
             return self._kept[digest]
-        content = self._path(digest).read_bytes()
+        path = self._path(digest)
+        content = path.read_bytes() if path.is_file() else b""
         if _digest(content) != digest:
-            raise UserError(f"{self._path(digest)} is damaged", "start a new run, which keeps its images anew")
+            raise UserError(f"{path} is missing or damaged", "start a new run, which keeps its images anew")
         made = self._processor(images=[opened(content)], return_tensors="np")
         time, rows, columns = (int(count) for count in made["image_grid_thw"][0])
         self._kept[digest] = np.asarray(made["pixel_values"], np.float32), (time, rows, columns)
-        if len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
+        self._bytes += self._kept[digest][0].nbytes
+        while self._bytes > KEPT_BYTES and len(self._kept) > 1:
+            self._bytes -= self._kept.popitem(last=False)[1][0].nbytes
         return self._kept[digest]
 
     def _path(self, digest: int) -> Path:
         return self._folder / f"{digest:016x}"
 
 
-def read_images(frame: pd.DataFrame, column: str, source: Path | str) -> list[list[bytes]]:
-    """Return the images of every row, each of which Pillow can open.
+def read_images(frame: pd.DataFrame, column: str, source: Path | str) -> Iterator[list[bytes]]:
+    """Yield the images of every row, each of which Pillow can open; all of them may be more than memory holds.
 
     Raises:
         UserError: the column is absent or no list of texts; an image is missing, too large or none (names the row).
     """
     require_columns(frame, [column], source)
-    return [_of_row(value, place(source, row), Path(source).parent, column) for row, value in enumerate(frame[column])]
+    for row, value in enumerate(frame[column]):
+        yield _of_row(value, place(source, row), Path(source).parent, column)
+
+
+def check_images(frame: pd.DataFrame, column: str, source: Path | str) -> None:
+    """Raises what `read_images` raises."""
+    for _ in read_images(frame, column, source):
+        pass
 
 
 def opened(content: bytes) -> Any:
@@ -114,7 +124,7 @@ def opened(content: bytes) -> Any:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        return Image.open(io.BytesIO(content)).convert("RGB")
+        return Image.open(io.BytesIO(content), formats=FORMATS).convert("RGB")
 
 
 def _of_row(value: Any, where: str, folder: Path, column: str) -> list[bytes]:
@@ -131,8 +141,8 @@ def _image(name: str, where: str, folder: Path) -> bytes:
     if "://" in name:
         raise UserError(f"{where}: {what} is an address, and no network is asked for images", REMEDY)
     try:
-        content = (folder / name).read_bytes() if "." in name else base64.b64decode(name, validate=True)
-    except binascii.Error:
+        content = _read(folder / name, where) if "." in name else base64.b64decode(name, validate=True)
+    except ValueError:  # binascii's own, a letter beyond ASCII, a null byte
         raise UserError(f"{where}: {what} is neither a path with a suffix nor base64", REMEDY) from None
     except OSError as error:
         raise UserError(f"{where}: {folder / name} cannot be read: {error.strerror}", REMEDY) from None
@@ -143,6 +153,12 @@ def _image(name: str, where: str, folder: Path) -> bytes:
     except (OSError, ValueError, SyntaxError) as error:
         raise UserError(f"{where}: {what} is no image that can be read: {error}", REMEDY) from None
     return content
+
+
+def _read(path: Path, where: str) -> bytes:
+    if path.exists() and not path.is_file():  # a device or a pipe has no end
+        raise UserError(f"{where}: {path} is no file", REMEDY)
+    return path.read_bytes()
 
 
 def _digest(content: bytes) -> int:

@@ -149,7 +149,11 @@ def place_images(
     column, image_token = str(config.image_column), images.token()
     numbers = []
     for row, contents in enumerate(read_images(frame, column, source)):
-        kept = [images.keep(content) for content in contents]
+        try:
+            kept = [images.keep(content) for content in contents]
+        except ValueError as error:  # of other shapes than the model takes
+            why = f"{place(source, row)}: the model's image processor refuses an image: {error}"
+            raise UserError(why, "crop or resize it") from error
         tokens[row], of_row = placed(tokens[row], image_token, kept, place(source, row))
         numbers.append(of_row)
     return numbers

@@ -18,7 +18,7 @@ from penstock.base.errors import UserError
 from penstock.base.files import replacing
 from penstock.configs.sections.data import DataConfig
 from penstock.data.prompts import PromptTable
-from penstock.state.experience import column_names, read_columns
+from penstock.state.experience import IMAGES, column_names, read_columns
 from penstock.state.run_folder import RunFolder
 
 COLUMNS = ("sample_id", "prompt_id", "response", "reward", "reward_failure", "truncated")
@@ -52,6 +52,11 @@ def sampled_responses(run: RunFolder) -> pd.DataFrame:
     scored = [(path, names) for path in run.experiences() if {*COLUMNS} <= {*(names := column_names(path))}]
     if not scored:
         raise UserError(f"{run.path} has no scored responses", "name a run of 'train' whose experience is there")
+    if any(IMAGES in names for _, names in scored):
+        raise UserError(
+            f"the rows of {run.path} have images, which a file elsewhere would not find by their paths",
+            "select from a run whose rows are text alone",
+        )
     if any(TURNS in names for _, names in scored):
         raise UserError(
             f"{run.path} has episodes of several turns, of which none is one response", "see penstock episodes"

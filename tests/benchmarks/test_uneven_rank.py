@@ -38,7 +38,13 @@ def test_vllm_is_told_where_each_response_ends(monkeypatch: pytest.MonkeyPatch) 
     asked: list[tuple[list[str], int, list[int] | None]] = []
 
     def submit(
-        llm: Any, names: list[str], prompt: list[int], parameters: Any, seeds: list[int] | None, salt: str
+        llm: Any,
+        names: list[str],
+        prompt: object,
+        parameters: Any,
+        seeds: list[int] | None,
+        salt: str,
+        images: Any = (),
     ) -> None:
         asked.append((names, parameters.max_tokens, seeds))
 

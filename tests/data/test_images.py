@@ -12,7 +12,7 @@ from PIL import Image
 from penstock.base.errors import UserError
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.data import SquaresData
-from penstock.data.images import read_images
+from penstock.data.images import check_images, read_images
 from penstock.data.squares import make_pictures
 
 
@@ -32,7 +32,7 @@ def test_images_are_paths_beside_the_data_or_base64(tmp_path: Path) -> None:
     Image.new("RGB", (30, 20)).save(tmp_path / "one.png")
     content = (tmp_path / "one.png").read_bytes()
     frame = pd.DataFrame({"images": [["one.png"], [], [base64.b64encode(content).decode()]]})
-    assert read_images(frame, "images", tmp_path / "rows.jsonl") == [[content], [], [content]]
+    assert list(read_images(frame, "images", tmp_path / "rows.jsonl")) == [[content], [], [content]]
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,10 @@ def test_images_are_paths_beside_the_data_or_base64(tmp_path: Path) -> None:
         ("large.png", "too large"),
         ("https://example.org/one.png", "no network"),
         ("!!", "neither a path"),
+        ("bücher", "neither a path"),
+        ("with\0.png", "neither a path"),
+        ("../dev.zero/../dev.zero", "is no file"),
+        ("figure.eps", "no image that can be read"),
     ],
 )
 def test_an_image_that_cannot_be_used_is_refused_by_row(
@@ -52,9 +56,11 @@ def test_an_image_that_cannot_be_used_is_refused_by_row(
     (tmp_path / "text.png").write_text("no image")
     Image.new("RGB", (15, 10)).save(tmp_path / "large.png")
     Image.new("RGB", (5, 5)).save(tmp_path / "good.png")
+    Image.new("RGB", (5, 5)).save(tmp_path / "figure.eps")
+    (tmp_path.parent / "dev.zero").mkdir(exist_ok=True)
     frame = pd.DataFrame({"images": [["good.png"], [name]]})
     with pytest.raises(UserError, match=said) as error:
-        read_images(frame, "images", tmp_path / "rows.jsonl")
+        check_images(frame, "images", tmp_path / "rows.jsonl")
     assert "line 2" in str(error.value)
 
 

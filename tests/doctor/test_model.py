@@ -37,7 +37,7 @@ def test_a_length_beyond_which_it_is_another_is_a_warning(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("family", "subject", "said"),
-    [("gpt-oss", "model", "has attention sinks"), ("GLM-4.5", "rollout", "is a mixture of experts")],
+    [("gpt-oss", "model", "has attention sinks"), ("ERNIE 4.5 MoE", "rollout", "is a mixture of experts")],
 )
 def test_a_model_that_is_refused_is_a_problem(family: str, subject: str, said: str, tmp_path: Path) -> None:
     problem = examine_model(write_family(family, tmp_path))[-1]

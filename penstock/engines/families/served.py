@@ -60,7 +60,7 @@ def native_architectures() -> frozenset[str]:
     found = set[str]()
     for node in _nodes("model_executor/models/registry.py"):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and _name(node.targets[0]) in TABLES:
-            found.update(ast.literal_eval(node.value))
+            found.update(str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
     return frozenset(found)
 
 

@@ -56,6 +56,7 @@ class ModelShape:
     model_type: str = ""
     experts: ExpertSizes | None = None
     dense_layers: int = 0  # of a mixture: those that have an MLP in place of experts
+    frozen: int = 0  # of the parameters: an encoder of images, which no update touches
 
     @property
     def family(self) -> Family:
@@ -103,7 +104,7 @@ class ModelShape:
 
     def trained_parameters(self, lora: LoraConfig | None) -> int:
         """Parameters that get a gradient: all, or those of the adapters."""
-        return self.adapter_parameters(lora) if lora else self.parameters
+        return self.adapter_parameters(lora) if lora else self.parameters - self.frozen
 
     def merged_parameters(self, lora: LoraConfig | None) -> int:
         """Parameters that vLLM cannot share with the base: matrices with a target, those that it fuses as a whole."""
@@ -123,7 +124,10 @@ class ModelShape:
     def explained(self) -> bool:
         """Whether the sizes explain the parameters within 3 %: adapters, or layers that differ, are something else."""
         embedding = self.vocabulary * self.hidden_size
-        return any(abs(self.parameters / (self.block_matrices + count * embedding) - 1) < 0.03 for count in (1, 2))
+        return any(
+            abs((self.parameters - self.frozen) / (self.block_matrices + count * embedding) - 1) < 0.03
+            for count in (1, 2)
+        )
 
 
 def read_shape(folder: Path) -> ModelShape:
@@ -165,6 +169,7 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
         windowed_layers=windowed_layers,
         query_key_norms=any(name.endswith(query_norm) for name in weights),
         model_type=model_type,
+        frozen=_frozen(family_of(model_type), weights),
         **_experts(config, family_of(model_type), weights),
     )
 
@@ -190,6 +195,12 @@ def _experts(config: Mapping[str, Any], family: Family, weights: Mapping[str, Se
         shared_gate=any(_within(name, ("shared_expert_gate",)) for name in weights),
     )
     return {"experts": sizes, "dense_layers": layers - mixtures}
+
+
+def _frozen(family: Family, weights: Mapping[str, Sequence[int]]) -> int:
+    """Parameters of an encoder of images, in files of either library's names."""
+    encoder = family.encoder.rpartition(".")[2]
+    return sum(prod(shape) for name, shape in weights.items() if encoder and _within(name, (encoder,)))
 
 
 def _within(name: str, parts: tuple[str, ...]) -> bool:

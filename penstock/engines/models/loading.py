@@ -58,7 +58,7 @@ def causal_lm_shapes(path: str | Path, dtype: torch.dtype, code: Code | None = N
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=own)
     with torch.device("meta"):
         lm: PreTrainedModel = kind_for(config).from_config(config, dtype=dtype, trust_remote_code=own)
-    _hold_corrections(lm)
+    hold_corrections(lm)
     if (Path(path) / "generation_config.json").is_file():
         lm.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     return lm
@@ -114,11 +114,11 @@ def _load(kind: Any, path: str | Path, dtype: torch.dtype, code: Code | None, **
         attn_implementation=DECODER_PACKED if sees(config.to_dict()) else PACKED_ATTENTION,
         **settings,
     )
-    _hold_corrections(model)
+    hold_corrections(model)
     return model
 
 
-def _hold_corrections(model: nn.Module) -> None:
+def hold_corrections(model: nn.Module) -> None:
     """Make parameters that no gradient reaches of the buffers by which routers correct their choices.
 
     As in vLLM, whose a reshard compares with them. Shards, too, are made and gathered of parameters alone.

@@ -21,7 +21,7 @@ from penstock.base.errors import UserError
 from penstock.base.files import share_weights_of
 from penstock.base.model_code import Code, trusted
 from penstock.configs.sections.trainer import LoraConfig
-from penstock.engines.models.loading import kind_for
+from penstock.engines.models.loading import hold_corrections, kind_for
 from penstock.engines.models.seeing import frozen_encoder
 from penstock.engines.weights.lora import attach, check_frozen, load_adapter, merged_state, write_adapter
 
@@ -68,19 +68,21 @@ def load_folder(folder: Path, code: Code | None = None) -> Any:
     wrong = {kind: sorted(map(str, info[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if found := [f"{kind.replace('_', ' ')}: {', '.join(names[:3])}" for kind, names in wrong.items() if names]:
         raise UserError(f"{folder} does not fit its architecture ({'; '.join(found)})", "export again")
+    hold_corrections(lm)
     return lm.eval()
 
 
 def with_weights(folder: Path, weights: Mapping[str, torch.Tensor], code: Code | None = None) -> Any:
-    """Return the model of `folder` with other weights, in their dtype and storage; an encoder of images stays its own.
+    """Return the model of `folder` with other weights, in their dtype and storage; what rests in training stays.
 
     Raises:
         UserError: the weights are of another architecture.
     """
     lm = load_folder(folder, code)
     encoder = frozen_encoder(lm, next(iter(weights.values())).dtype)
+    resting = {name: value.detach() for name, value in lm.named_parameters() if not value.requires_grad}
     try:
-        lm.load_state_dict({**encoder, **weights}, strict=True, assign=True)
+        lm.load_state_dict({**encoder, **resting, **weights}, strict=True, assign=True)
     except RuntimeError as error:
         raise UserError(f"the checkpoint's weights do not fit {folder}: {error}", "name the run's own model") from error
     lm.tie_weights()

@@ -268,12 +268,14 @@ def _check_state(run: RunFolder, checkpoint: Path | None, model: Path, between: 
 
 
 def lend(plan: Plan, folder: RunFolder) -> None:
-    """Let the folder of a replay have what a training reads: tokenized prompts, and what prompts earned before."""
+    """Let the folder of a replay have what a training reads: prompts, images, and what prompts earned before."""
     for split in ("train", "heldout"):
         there, here = plan.run.prompts(split), folder.prompts(split)
         here.parent.mkdir(exist_ok=True)
         if there.exists():
             here.symlink_to(there)
+    if plan.run.images.is_dir():
+        folder.images.symlink_to(plan.run.images)
     if (carried := plan.run.carried(plan.iteration - 1)).exists():
         folder.carried(plan.iteration - 1).parent.mkdir(exist_ok=True)
         folder.carried(plan.iteration - 1).symlink_to(carried)

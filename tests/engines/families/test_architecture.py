@@ -255,3 +255,14 @@ def test_the_attention_itself_refuses_what_it_would_leave_out() -> None:
         packed_attention(torch.nn.Identity(), heads, heads, heads, None, packing=on_a_gpu, softcap=50.0)
     with pytest.raises(UserError, match="values of another size"):
         packed_attention(torch.nn.Identity(), heads, heads, heads[..., :6], None, packing=batch.layout)
+
+
+def test_settings_of_a_decoder_stand_inside_or_beside_the_others() -> None:
+    """As the library writes them, and as files on the Hub have them. Control: a model of text is left as it is."""
+    nested = {"model_type": "qwen2_5_vl", "text_config": {"model_type": "qwen2_5_vl_text", "hidden_size": 8}}
+    flat = {"model_type": "qwen2_5_vl", "hidden_size": 8, "vision_config": {"hidden_size": 32}}
+    for settings in (nested, flat):
+        decoder = of_decoder(settings)
+        assert (decoder["model_type"], decoder["hidden_size"]) == ("qwen2_5_vl", 8)
+    text = {"model_type": "qwen2", "hidden_size": 8}
+    assert of_decoder(text) is text

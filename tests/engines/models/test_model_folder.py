@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from penstock.base.errors import UserError
+from penstock.benchmarks.workload.families import write_family
 from penstock.engines.models.model_folder import load_folder, prove_same, with_weights, write_folder
 from tests.engines.shared_ranks import Shape
 
@@ -89,3 +90,17 @@ def test_weights_of_another_architecture_are_refused(folder: Path) -> None:
     """With the name of what does not fit."""
     with pytest.raises(UserError, match="do not fit"):
         with_weights(folder, {"model.norm.weight": torch.zeros(3)})
+
+
+def test_what_rests_in_training_stays_the_folders(tmp_path: Path) -> None:
+    """A checkpoint has no corrections of routers, which no gradient reaches. Control: they are not 0."""
+    lm = load_folder(write_family("GLM-4.5", tmp_path / "model"))
+    rests = {name: value.clone() for name, value in lm.named_parameters() if not value.requires_grad}
+    trained = {name: value + 0.25 for name, value in lm.state_dict().items() if name not in rests}
+    made = with_weights(tmp_path / "model", trained)
+    write_folder(made, tmp_path / "out", "200KB")
+    again = dict(load_folder(tmp_path / "out").named_parameters())
+    assert rests and all(value.abs().min() > 0 for value in rests.values())
+    assert all(torch.equal(again[name], value) for name, value in rests.items())
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert torch.equal(again[name], trained[name])
