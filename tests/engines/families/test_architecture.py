@@ -21,6 +21,7 @@ from penstock.base.ragged import Ragged
 from penstock.checks.model import check_model_folder
 from penstock.data.tokenizer import make_byte_tokenizer
 from penstock.engines.batches.packing import Rows, pack
+from penstock.engines.families.images import of_decoder
 from penstock.engines.kernels.attention import packed_attention
 from penstock.engines.models.loading import load_causal_lm, start_reward_model
 from penstock.engines.models.models import PackedPolicy, PackedRewardModel
