@@ -106,12 +106,14 @@ def check_environment(config: TrainConfig) -> None:
     if config.environment is None:
         return
     tools_told(config.environment)
-    streams = config.rollout.goes_on or config.rollout.in_portions
+    refills = config.rollout.tail is not None and config.algorithm.dynamic_sampling is not None
+    streams = config.rollout.goes_on or config.rollout.in_portions or refills
     if streams and asks_policy(config.environment):  # a portion has the data's prompts, and no agent's
         raise UserError(
             f"'{config.environment.type}' asks the policy for its turns, and such an episode can neither go on under "
             "the next policies, where a new engine would not know what it has asked, nor be learnt from by portions",
-            "remove rollout.carry or rollout.stream; rollout.tail waits for no long episode either",
+            "remove rollout.carry or rollout.stream; rollout.tail waits for no long episode either, but not with "
+            "algorithm.dynamic_sampling, whose further rounds go on with episodes",
         )
     if config.players and config.data.chat and (stop := ends_turns_at(config.environment)):
         raise UserError(

@@ -245,6 +245,7 @@ def check_images(config: TrainConfig) -> None:
         "critic": config.critic is not None,
         "reward.model": config.reward.model is not None,
         "groups": bool(config.groups),
+        "actor.sequence_parallel": config.actor.sequence_parallel > 1,
         "algorithm.kl.estimator: full": config.algorithm.full_kl,
         **{f"rollout.{name}": getattr(config.rollout, name) is not None for name in ("tail", "carry", "stream")},
         "rollout.tensor_parallel above 1": config.rollout.tensor_parallel > 1,

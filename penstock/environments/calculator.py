@@ -93,9 +93,11 @@ class CalculatorAgent:
 def _client(_: asyncio.AbstractEventLoop) -> aiohttp.ClientSession:
     """Return the client of all episodes of a worker, which has one event loop.
 
-    The engine may have other work, so nothing times out; and each of hundreds of episodes waits on a connection.
+    The engine may have other work, so nothing times out; and each of hundreds of episodes waits on a connection. The
+    gateway closes one that rests for 5 s, so none is taken up again that may be on its way out.
     """
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None))
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
 
 async def _completed(policy: Policy, text: str) -> str | None:

@@ -168,6 +168,9 @@ def _compared(plan: Plan, task: str, columns: Columns, figures: dict[str, float]
         recorded = {}
     if RESAMPLED in names and task in ("rollout", "reward"):  # the figures are those of the first rollout
         figures = {}
+    kl = plan.config.algorithm.kl
+    if task == "advantage" and kl is not None and kl.place == "loss":  # recorded is what the update says of it
+        figures = {name: value for name, value in figures.items() if name != "actor/kl"}
     if task == "rollout":
         stored, columns = same_rows(stored, columns)
     return compared_columns(task, stored, columns, tolerance) + compared_figures(task, recorded, figures, tolerance)

@@ -58,8 +58,9 @@ class TrainerConfig(Section):
     )
     micro_batch_tokens: ScheduledAboveZero[int] | None = Field(
         MOST_TOGETHER,
-        description="prompt + response tokens of one forward pass on one rank; null: as many as the estimate of memory "
-        f"has room for at the start, {MOST_TOGETHER} at most",
+        description="prompt + response tokens of one forward pass on one rank, or on all that compute it together "
+        "(sequence_parallel); null: as many as the estimate of memory has room for at the start, up to "
+        f"{MOST_TOGETHER}",
     )
     offload_optimizer: bool = Field(
         False,

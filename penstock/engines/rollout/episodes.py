@@ -278,7 +278,7 @@ class EpisodeLoop:
         return replace(asked, paths=paths_of(episodes)) if agents.max_paths > 1 else asked
 
     def _versions_of(self, episodes: list[Episode]) -> np.ndarray:
-        return Ragged.of([episode.versions for episode in episodes], np.int32).values_T
+        return Ragged.of([episode.joined("versions") for episode in episodes], np.int32).values_T
 
     # ---- episodes that are carried over --------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ def sample_seeds(seed: Sequence[int], position: int, samples: int) -> list[int]:
 
 def _routes(responses: Sequence[Request]) -> Ragged:
     routes = [response.routes_TLK.ravel() for response in responses if response.routes_TLK is not None]
-    return Ragged.of(routes, routes[0].dtype)
+    return Ragged.of(routes, routes[0].dtype if routes else np.uint8)  # an engine may have answered nothing
 
 
 def _places(share: Share) -> dict[tuple[int, int], int]:

@@ -301,7 +301,7 @@ def submit(
         parameters,
         supported_tasks=engine.get_supported_tasks(),
     )
-    if checked.prompt_token_ids != prompt:
+    if images and list(checked.prompt_token_ids or ()) != prompt:
         raise RuntimeError("vLLM would answer another prompt than the one that is trained on")
     for number, name in enumerate(names):
         request = copy.copy(checked)

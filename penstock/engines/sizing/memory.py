@@ -351,11 +351,15 @@ def _largest_micro_batch(trainer: TrainerConfig, config: TrainConfig) -> MicroBa
         tokens = max(tokens, trainer.max_tokens)
         return MicroBatch(tokens, responses=tokens)  # all of its tokens may be response tokens
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    paths = 1 if config.environment is None else min(config.environment.max_paths, config.environment.max_turns)
     if prompt + response > tokens:
-        return MicroBatch(prompt + response, responses=response)
+        return MicroBatch(prompt + response, responses=response, keys=float(paths))
     samples = config.rollout.samples
     responses = tokens * samples * response // (prompt + samples * response)
-    return MicroBatch(tokens, responses, keys_per_token(prompt, response, samples))
+    keys = keys_per_token(prompt, response, samples)
+    if paths > 1:  # each has the keys of all before it
+        keys = max(keys, paths * (prompt + response) / tokens)
+    return MicroBatch(tokens, responses, keys)
 
 
 def ranks_together(trainer: TrainerConfig) -> int:

@@ -45,6 +45,7 @@ from penstock.state.deferred import Deferred
 from penstock.state.experience import (
     AGENT,
     IMAGES,
+    PATH_ENDS,
     RESAMPLED,
     ROUTES,
     ExperienceRef,
@@ -445,11 +446,14 @@ def waiting_after(origin: Mapping[str, Any]) -> tuple[Deferred, ...]:
 
 def length_figures(training: Training, key: str, columns: dict[str, Any]) -> dict[str, float]:
     lengths = columns["response_tokens"].lengths_B
+    figures = generation_figures(training, key, columns["prompt_tokens"].lengths_B, lengths)
+    if PATH_ENDS in columns and (columns[PATH_ENDS].lengths_B > 1).any():
+        figures.pop("rollout/mfu", None)  # it is that of one conversation each
     return {
         "rollout/tokens": float(lengths.sum()),
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
         "rollout/truncated_share": float(np.mean(columns["truncated"])),
         **episode_figures(columns, training.config.conversations),
-        **generation_figures(training, key, columns["prompt_tokens"].lengths_B, lengths),
+        **figures,
     }

@@ -3,7 +3,7 @@
 A path is a conversation with a prompt of its own. One that begins at a turn of another has all that led there as its
 prompt, token by token, so each token that the policy sampled is behind the prompt of exactly one path, and learnt from
 once. What paths have in common counts once against the room of an episode, as it is computed once in an update
-(penstock/engines/batches/trees.py): an episode of several paths has no more tokens than one of a single path.
+(penstock/engines/batches/trees.py): an episode of several paths computes no more tokens than one of a single path.
 
 Left out: how requests become tokens (penstock/engines/rollout/agents.py).
 """
@@ -65,7 +65,12 @@ def begun_path(episode: Episode, prompt: list[int], drawn: int, limit: int) -> E
         drawn: turns that are, without its own.
         limit: of tokens behind the first prompt.
     """
-    own = len(prompt) - max(_common(prompt, path.until(len(path.tokens))) for path in (episode, *episode.branches))
+    known = 0
+    for path in (episode, *episode.branches):
+        whole = path.until(len(path.tokens))
+        if whole[known : known + 1] == prompt[known : known + 1]:  # else it has no more in common than another
+            known = max(known, _common(prompt, whole))
+    own = len(prompt) - known
     if limit - episode.size - own <= drawn:
         return None
     path = Episode(episode.row, episode.position, episode.sample, prompt, episode.seed, episode.version, own=own)

@@ -46,7 +46,8 @@ class RouteCapture:
                 "remove it",
             )
         self.unknown = np.iinfo(np.uint8).max if experts <= np.iinfo(np.uint8).max else np.iinfo(np.uint16).max
-        dtype = torch.uint8 if self.unknown == np.iinfo(np.uint8).max else torch.uint16
+        # PyTorch puts nothing into uint16 on a CPU: the same bytes are int16 here.
+        dtype = torch.uint8 if self.unknown == np.iinfo(np.uint8).max else torch.int16
         # One slot more: the last one is where vLLM puts what is no token, slot -1.
         self._routes_SLK = torch.zeros((slots + 1, len(routers), routers[0].top_k), dtype=dtype)
         self._ended: dict[str, np.ndarray] = {}
@@ -70,6 +71,7 @@ class RouteCapture:
     def _keep(self, name: str, slot_T: np.ndarray, tokens: int) -> None:
         """Keep what a sequence has before its slots are another's; one that is only interrupted is kept again later."""
         computed_TLK = self._routes_SLK[torch.from_numpy(slot_T)].numpy()
+        computed_TLK = computed_TLK.view(f"u{computed_TLK.itemsize}")
         routes_TLK = np.full((tokens, *computed_TLK.shape[1:]), self.unknown, computed_TLK.dtype)
         routes_TLK[: len(computed_TLK)] = computed_TLK
         self._ended[name] = routes_TLK
