@@ -16,7 +16,7 @@ from penstock.configs.sections.run import Role
 from penstock.configs.sections.trainer import CriticConfig, TrainerConfig
 from penstock.engines.families.architecture import CAPPED_ON_GPU, check_architecture, classifies, unpackable
 from penstock.engines.families.attention import FLASH_HEAD, FLASH_MULTIPLE, INSTEAD_OF_4, of_other_device
-from penstock.engines.families.images import sees
+from penstock.engines.families.images import NO_IMAGES_ON_GPUS, sees
 from penstock.engines.families.longest_row import longest_row
 from penstock.engines.families.routing import NO_REPLAY_ON_GPUS, REPLAYED
 from penstock.engines.families.served import cpu_head_sizes
@@ -35,10 +35,7 @@ def check_model(config: TrainConfig, scores: bool = False) -> None:
     """
     check_optimizers(config)
     if config.data.image_column is not None and visible_gpus():
-        raise UserError(
-            "rows with images are trained on CPUs alone so far: on GPUs nobody has compared trainer and vLLM",
-            "hide the GPUs (CUDA_VISIBLE_DEVICES=), or leave the images out",
-        )
+        raise UserError(*NO_IMAGES_ON_GPUS)
     if config.model.tiny is not None:
         check_attention(config)
         return

@@ -15,7 +15,6 @@ import hashlib
 import io
 import json
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import pandas as pd
 from penstock.base.errors import UserError
 from penstock.base.files import replacing
 from penstock.base.interrupts import interrupts_deferred
+from penstock.base.recent import Recent
 from penstock.data.rows import place, require_columns
 
 KEPT_BYTES = 256 << 20  # of images whose pixels a process keeps
@@ -49,8 +49,7 @@ class ImageFolder:
         self._processor: Any = AutoImageProcessor.from_pretrained(
             model_folder, local_files_only=True, trust_remote_code=False
         )
-        self._kept: OrderedDict[int, tuple[np.ndarray, tuple[int, int, int]]] = OrderedDict()
-        self._bytes = 0
+        self._recent = Recent(self._pixels, lambda made: made[0].nbytes, KEPT_BYTES)
 
     def token(self) -> int:
         """Return the token that stands for an image in a prompt, which the model's configuration names."""
@@ -77,20 +76,16 @@ class ImageFolder:
         Raises:
             UserError: the file is missing, or not what was kept.
         """
-        if digest in self._kept:
-            self._kept.move_to_end(digest)
-            return self._kept[digest]
+        return self._recent(digest)
+
+    def _pixels(self, digest: int) -> tuple[np.ndarray, tuple[int, int, int]]:
         path = self._path(digest)
         content = path.read_bytes() if path.is_file() else b""
         if _digest(content) != digest:
             raise UserError(f"{path} is missing or damaged", "start a new run, which keeps its images anew")
         made = self._processor(images=[opened(content)], return_tensors="np")
         time, rows, columns = (int(count) for count in made["image_grid_thw"][0])
-        self._kept[digest] = np.asarray(made["pixel_values"], np.float32), (time, rows, columns)
-        self._bytes += self._kept[digest][0].nbytes
-        while self._bytes > KEPT_BYTES and len(self._kept) > 1:
-            self._bytes -= self._kept.popitem(last=False)[1][0].nbytes
-        return self._kept[digest]
+        return np.asarray(made["pixel_values"], np.float32), (time, rows, columns)
 
     def _path(self, digest: int) -> Path:
         return self._folder / f"{digest:016x}"

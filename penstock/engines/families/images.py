@@ -12,6 +12,11 @@ from typing import Any
 
 from penstock.engines.families.table import family_of
 
+NO_IMAGES_ON_GPUS = (
+    "rows with images are trained on CPUs alone so far: on GPUs nobody has compared trainer and vLLM",
+    "hide the GPUs (CUDA_VISIBLE_DEVICES=), or leave the images out",
+)
+
 
 def of_decoder(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of a model's decoder, under the whole model's type; those of a model without images as is."""

@@ -74,9 +74,7 @@ class PackedPolicy(nn.Module):
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
         """Return the final hidden states_TH of the tokens that predict the response."""
         self._route(batch)
-        output = _blocks_output(decoder_of(self.lm), batch, self.longest, sight=self.sight)
-        hidden_NH: torch.Tensor = output.last_hidden_state[0]
-        return hidden_NH.index_select(0, batch.predict_T)
+        return _hidden_states(decoder_of(self.lm), batch, self.longest, self.sight).index_select(0, batch.predict_T)
 
     def _route(self, batch: PackedBatch) -> None:
         """Let tokens take the experts that the batch brings, if it does."""
@@ -152,9 +150,11 @@ def _balance(logits: Sequence[torch.Tensor], chosen: int) -> tuple[torch.Tensor,
     return torch.stack(losses).mean(), torch.stack(loads).mean()
 
 
-def _hidden_states(backbone: nn.Module, batch: PackedBatch, longest: LongestRow | None) -> torch.Tensor:
-    """Run the transformer blocks on packed tokens; [N, hidden size]; raises as `_blocks_output`."""
-    hidden_NH: torch.Tensor = _blocks_output(backbone, batch, longest).last_hidden_state[0]
+def _hidden_states(
+    backbone: nn.Module, batch: PackedBatch, longest: LongestRow | None, sight: Sight | None = None
+) -> torch.Tensor:
+    """Run the transformer blocks on packed tokens; [N, hidden size]; arguments and errors as of `_blocks_output`."""
+    hidden_NH: torch.Tensor = _blocks_output(backbone, batch, longest, sight=sight).last_hidden_state[0]
     return hidden_NH
 
 

@@ -8,11 +8,11 @@ Left out: training the encoder.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 import torch
 
+from penstock.base.recent import Recent
 from penstock.data.images import ImageFolder
 from penstock.engines.batches.packing import PackedBatch
 from penstock.engines.families.table import family_of
@@ -30,8 +30,7 @@ class Sight:
 
     def __init__(self, lm: Any, folder: ImageFolder | None) -> None:
         self._lm, self._folder = lm, folder
-        self._kept: OrderedDict[int, torch.Tensor] = OrderedDict()
-        self._bytes = 0
+        self._features = Recent(self._made, lambda features_FH: int(features_FH.nbytes), KEPT_BYTES)
 
     def inputs(self, batch: PackedBatch) -> dict[str, torch.Tensor]:
         """Return what the decoder is called with: embeddings [1, N, H] and positions [3, 1, N]."""
@@ -45,20 +44,13 @@ class Sight:
         return {"inputs_embeds": embedded_NH[None], "position_ids": images.positions_3N[:, None]}
 
     @torch.no_grad()
-    def _features(self, digest: int) -> torch.Tensor:
-        if digest in self._kept:
-            self._kept.move_to_end(digest)
-            return self._kept[digest]
+    def _made(self, digest: int) -> torch.Tensor:
         if self._folder is None:
             raise RuntimeError("rows name images, and this model was not told where they are")
         pixels_PD, grid = self._folder.pixels(digest)
         device = next(self._lm.parameters()).device
         given = torch.from_numpy(pixels_PD).to(device), torch.tensor([grid], device=device)
         features_FH: torch.Tensor = self._lm.get_image_features(*given).pooler_output[0]
-        self._kept[digest] = features_FH
-        self._bytes += features_FH.nbytes
-        while self._bytes > KEPT_BYTES and len(self._kept) > 1:
-            self._bytes -= self._kept.popitem(last=False)[1].nbytes
         return features_FH
 
 

@@ -23,6 +23,7 @@ from penstock.engines.batches.packing import Rows
 from penstock.engines.batches.shares import ALONE, RankSet
 from penstock.engines.commands.finetuning import Step
 from penstock.engines.commands.rollout import PartialResults
+from penstock.engines.families.images import NO_IMAGES_ON_GPUS
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.kernels.attention_kernel import choose_attention
 from penstock.engines.kernels.lm_head import Head
@@ -112,10 +113,7 @@ class RankModels:
         if images is None:
             return
         if self.device.type != "cpu":
-            raise UserError(
-                "rows with images are trained on CPUs alone so far: on GPUs nobody has compared what they compute",
-                "leave out data.images, or use a machine without GPUs",
-            )
+            raise UserError(*NO_IMAGES_ON_GPUS)
         self.images = ImageFolder(Path(images), folder)
 
     @property
