@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from array import array
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,6 +29,17 @@ def test_lengths_are_log_normal_and_cut() -> None:
     assert lengths.mean() == pytest.approx(MEAN, rel=0.05)
     assert np.median(lengths) == pytest.approx(MEAN * np.exp(-0.5), rel=0.05)
     assert max(lengths_of([5], 4000, 1500)) == 1500
+
+
+def test_uneven_requests_are_asked_like_all_others() -> None:
+    """What stands in for a method of the decode loop takes what the loop gives it. Control: the other one does not."""
+
+    def taken(method: Any) -> list[str]:
+        return list(inspect.signature(method).parameters)[1:]
+
+    assert taken(uneven_rank._request_unevenly) == taken(DecodeLoop.request)
+    assert taken(uneven_rank._go_on_unevenly) == taken(DecodeLoop.go_on)
+    assert taken(uneven_rank._go_on_unevenly) != taken(DecodeLoop.request)
 
 
 def test_vllm_is_told_where_each_response_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from penstock.benchmarks.workload.experience import SIGMA
 from penstock.engines.ranks.worker import Worker
 from penstock.engines.rollout.decode_loop import DecodeLoop, Generation, Request
+from penstock.engines.rollout.vllm import PromptImage
 
 MEAN = 600  # tokens of a response, before the longest are cut
 _request, _go_on = DecodeLoop.request, DecodeLoop.go_on
@@ -44,11 +46,12 @@ def _request_unevenly(
     prompt: list[int],
     parameters: Any,
     seeds: list[int] | None,
+    images: Sequence[PromptImage] = (),
 ) -> None:
     for number, (name, row) in enumerate(names.items()):
         sample = int(name.rpartition("-")[2])
         own = _as_long(parameters, lengths_of(prompt, sample + 1, parameters.max_tokens)[sample])
-        _request(loop, owner, {name: row}, prompt, own, None if seeds is None else seeds[number : number + 1])
+        _request(loop, owner, {name: row}, prompt, own, None if seeds is None else seeds[number : number + 1], images)
 
 
 def _go_on_unevenly(
