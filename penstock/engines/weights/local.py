@@ -58,9 +58,8 @@ class LocalReshard:
         found = [self._copies.copy(self._wholes)]
         found += (self._copies.copy({name: layer.merged()}) for name, layer in self._adapted.items())
         found += (self._copies.copy({name: self._experts.gather(name)}) for name in self._experts.parameters)
-        found.append(self._experts.differences())
         self._copies.check_complete(found)
-        refuse(wrong_names(found))
+        refuse(wrong_names([*found, self._experts.differences()]))
         return sum(part.bytes for part in found)
 
     def moved(self) -> list[str]:
