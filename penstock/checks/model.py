@@ -337,6 +337,8 @@ def check_expert_parallel(config: TrainConfig, ranks: int) -> None:
     key, experts = f"actor.expert_parallel={count}", shape_of(config).experts
     if experts is None:
         raise UserError(f"{key} has no effect: the model has no experts", "remove it, or train a mixture of experts")
+    if config.model.code is not None:
+        raise UserError(f"{key} is not for a model with code of its own, whose experts are not known", "remove it")
     if ranks % count:
         raise UserError(
             f"{key} does not divide the {ranks} ranks of the actor's group",

@@ -37,7 +37,6 @@ class Computation:
     compiled: bool = False  # torch.compile recomputes in the backward pass what takes no matrix product
     gated: bool = False  # one product of gate, up and activation (kernels/gated_mlp.py), which recomputes the latter
     checkpointing: bool = False  # a block keeps its input alone and is computed again
-    experts_exchanged: bool = False  # tokens go to ranks of their experts (kernels/expert_parallel.py)
     exchanged: bool = False  # ranks exchange heads for tokens around attention (kernels/sequence_parallel.py)
 
 
@@ -117,7 +116,6 @@ def _expert_table(shape: ModelShape, computation: Computation) -> list[Kept]:
         Kept("experts' activated gate", 0 if computation.compiled else inner, "its product with up"),
         Kept("experts' product", inner, "input of down"),
         Kept("experts' output", hidden, "its product with the router's weight"),
-        Kept("experts' output at home", hidden if computation.experts_exchanged else 0, "its product with the weight"),
         Kept("experts' order", 4 * INDEX * chosen, "which experts a token has, and where it lies among theirs"),
         Kept("router's probabilities", (w if computation.compiled else FLOAT32) * experts.count, "softmax"),
         Kept("router's weights", 2 * FLOAT32 * chosen, "their sum is 1; product with the experts' output"),

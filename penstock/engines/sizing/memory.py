@@ -320,7 +320,6 @@ def _computation(trainer: TrainerConfig, rank: Rank, shape: ModelShape, recomput
         gated=rank.gated_mlp and summed and bool(shape.family.gated_mlps),
         checkpointing=recomputed.activations,
         exchanged=ranks_together(trainer) > 1,
-        experts_exchanged=experts_elsewhere(trainer, shape) > 0,
     )
 
 
