@@ -120,6 +120,8 @@ def test_two_ranks_are_one(
     after = one_rank.parameters()
     _assert_close(after, two_ranks.parameters())
     assert _least(before, after, RATES[norm]) > 10 * CLOSE
+    moments = [reply["elements"] for reply in two_ranks.ask("moments", role="actor")]
+    assert moments == [pytest.approx(held[0] / 2, rel=0.01)] * 2
 
 
 def test_ranks_to_whose_experts_no_token_goes_come_along(one_rank: Ranks, two_ranks: Ranks, tmp_path: Path) -> None:
