@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.base.errors import UserError
-from penstock.checks.model import check_heads, check_tensor_parallel, shape_of
+from penstock.checks.model import check_expert_parallel, check_heads, check_tensor_parallel, shape_of
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.run import Role
 from penstock.configs.sections.trainer import SftConfig, TogetherConfig, TrainerConfig
@@ -106,6 +106,9 @@ def check_memory(config: TrainConfig, elsewhere: Elsewhere = NOWHERE) -> list[Gr
         check_zero_stage(config, estimates, section, trainer, role)
         check_hpz(estimates, section, trainer, role)
         check_sequence_parallel(config, estimates, section, trainer, role)
+    for estimate in estimates if config.trains else ():
+        if "actor" in estimate.roles:
+            check_expert_parallel(config, len(estimate.devices))
     _require_all(config, estimates, elsewhere)
     return estimates
 

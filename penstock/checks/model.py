@@ -326,6 +326,31 @@ def check_heads(section: str, ranks: int, shape: ModelShape) -> None:
         )
 
 
+def check_expert_parallel(config: TrainConfig, ranks: int) -> None:
+    """Check that the ranks of the actor's group can share out the experts of its layers.
+
+    Raises:
+        UserError: it has none, or neither they nor the ranks make even shares.
+    """
+    if (count := config.actor.expert_parallel) == 1:
+        return
+    key, experts = f"actor.expert_parallel={count}", shape_of(config).experts
+    if experts is None:
+        raise UserError(f"{key} has no effect: the model has no experts", "remove it, or train a mixture of experts")
+    if config.model.code is not None:
+        raise UserError(f"{key} is not for a model with code of its own, whose experts are not known", "remove it")
+    if ranks % count:
+        raise UserError(
+            f"{key} does not divide the {ranks} ranks of the actor's group",
+            "so many ranks share out each layer's experts: change one of the two numbers",
+        )
+    if experts.count % count:
+        raise UserError(
+            f"{key}: the {experts.count} experts of a layer cannot be shared out evenly",
+            "use a number that divides them",
+        )
+
+
 def check_longest_row(config: TrainConfig, settings: Mapping[str, Any]) -> None:
     """Check that no row is longer than the trainer and the rollout engine compute it alike.
 

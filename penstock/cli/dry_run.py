@@ -69,9 +69,11 @@ def describe_actor(config: TrainConfig) -> list[str]:
 
 
 def describe_together(config: TrainConfig) -> list[str]:
-    """Return a sentence for each model whose micro-batches several ranks compute together."""
+    """Return a sentence for each model whose micro-batches, or whose experts, several ranks have together."""
     sections = {"actor": config.actor, "critic": config.critic}
-    return [
+    count = config.actor.expert_parallel
+    experts = [f"actor: {count} ranks share out the experts of each layer"] if count > 1 else []
+    return experts + [
         f"{name}: {section.sequence_parallel} ranks compute each micro-batch together, "
         f"{-(-largest(section.budget) // section.sequence_parallel):,} of {largest(section.budget):,} tokens each"
         for name, section in sections.items()

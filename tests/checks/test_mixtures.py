@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from penstock.base.errors import UserError
 from penstock.benchmarks.workload.families import write_family
 from penstock.checks import model as checks
-from penstock.checks.model import check_corrections, check_router_loss, check_routing
+from penstock.checks.model import check_corrections, check_expert_parallel, check_router_loss, check_routing
 from penstock.configs.evaluation import evaluation_config
 from penstock.configs.schema import TrainConfig
 from penstock.engines.families.shape import read_settings
@@ -77,6 +77,45 @@ def test_a_family_whose_routers_are_not_known_is_refused(tmp_path: Path, monkeyp
     monkeypatch.setattr(checks, "REPLAYED", ("mixtral",))
     with pytest.raises(UserError, match="routes of 'olmoe' cannot be replayed, but those of mixtral"):
         check_routing(config(model={"path": mixture}))
+
+
+def test_experts_are_shared_out_evenly_over_ranks_of_the_actors_group(tmp_path: Path) -> None:
+    """Controls: numbers that divide both, and a model without experts whose ranks share out none."""
+    dense, mixture = (str(write_family(name, tmp_path / name)) for name in ("Qwen 3", "Mixtral"))
+
+    def check(count: int, ranks: int, path: str = mixture, **model: Any) -> None:
+        tree = {"model": {"path": path, **model}, "actor": {"expert_parallel": count}}
+        check_expert_parallel(TrainConfig.model_validate(tree), ranks)
+
+    check(2, 4)
+    check(4, 4)
+    check(1, 3, dense)
+    with pytest.raises(UserError, match="actor.expert_parallel=2 has no effect: the model has no experts"):
+        check(2, 2, dense)
+    with pytest.raises(UserError, match="actor.expert_parallel=2 does not divide the 3 ranks of the actor's group"):
+        check(2, 3)
+    with pytest.raises(UserError, match="actor.expert_parallel=3: the 4 experts of a layer cannot be shared out"):
+        check(3, 3)
+    with pytest.raises(UserError, match="actor.expert_parallel=2 is not for a model with code of its own"):
+        check(2, 2, trust_remote_code=True, code={"modeling_own.py": "0" * 64})
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("zero_stage 0", {"zero_stage": 0}),
+        ("zero_stage 3", {"zero_stage": 3}),
+        ("lora", {"lora": {}}),
+        ("offload_optimizer", {"zero_stage": 2, "offload_optimizer": True}),
+    ],
+)
+def test_what_nobody_has_compared_of_experts_on_several_ranks_is_refused(name: str, given: dict[str, Any]) -> None:
+    """Controls: each without it, and it at stages 1 and 2."""
+    TrainConfig.model_validate({"actor": given})
+    for stage in (1, 2):
+        TrainConfig.model_validate({"actor": {"zero_stage": stage, "expert_parallel": 2}})
+    with pytest.raises(ValidationError, match=f"'expert_parallel' 2 does not go with '{name}'"):
+        TrainConfig.model_validate({"actor": {**given, "expert_parallel": 2}})
 
 
 APART = {"actor": {"roles": ["actor"]}, "rollout": {"roles": ["rollout"]}}

@@ -30,7 +30,7 @@ from penstock.engines.commands.message import encode
 from penstock.engines.commands.update import Split
 from penstock.engines.families import table
 from penstock.engines.groups.channel import Tell
-from penstock.engines.kernels import sequence_parallel
+from penstock.engines.kernels import expert_parallel, sequence_parallel
 from penstock.engines.kernels.weight_gradients import SummedLinear
 from penstock.engines.models.loading import gathered_state
 from penstock.engines.ranks.models import RankModels
@@ -46,6 +46,7 @@ from penstock.engines.training import collective_times as communication
 from penstock.engines.training.updates import mini_batch_rows
 from penstock.engines.weights import buckets
 from penstock.engines.weights.copies import wrong_names
+from penstock.engines.weights.cuts import all_experts, cut_of, cut_parameters
 from penstock.engines.weights.gather import Shards
 from penstock.engines.weights.layout import fused_view
 from penstock.engines.weights.local import LocalReshard
@@ -54,8 +55,17 @@ from tests.engines import between_steps, scheduling
 from tests.engines.families import renamed
 from tests.engines.plain_commands import INSIDE, command_of, numbered
 
-EXCHANGE = sequence_parallel._exchange
+EXCHANGE = sequence_parallel.exchange
 buckets.BUCKET_BYTES = 200_000  # so that a tiny model takes several
+
+
+def _own_alone(ranks: RankSet, sent: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> torch.Tensor:
+    """An exchange of which only what a rank sends itself arrives."""
+    received, begin = EXCHANGE(ranks, sent, send, receive), sum(receive[: ranks.own])
+    own = slice(begin, begin + receive[ranks.own])
+    kept = torch.zeros_like(received)
+    kept[own] = received[own]
+    return kept
 
 
 class InspectedWorker(Worker):
@@ -103,10 +113,13 @@ class InspectedWorker(Worker):
         "wrapped_collectives",
         "timed_collectives_of",
         "attend_alone",
+        "experts_astray",
+        "numbers_held",
     )
 
     def __init__(self, rank: int, world_size: int, gpu: int | None) -> None:
         super().__init__(rank, world_size, gpu)
+        self.swapped = False  # experts
         self.retired: list[Generator | None] = []  # a vLLM engine that ends takes torch.distributed with it
 
     def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any] | PendingReply:
@@ -140,7 +153,7 @@ class InspectedWorker(Worker):
         tokenizers = self.models.tokenizers
         self.models = RankModels(self.models.rank, self.models.world_size, self.models.device)
         self.models.tokenizers = tokenizers
-        self.serving = Serving(self.models)
+        self.serving, self.swapped = Serving(self.models), False
         gc.collect()
         return {}
 
@@ -171,6 +184,8 @@ class InspectedWorker(Worker):
         }
 
     def _whole(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        if cut_of(parameter) is not None:
+            return all_experts(parameter)
         if not hasattr(parameter, "ds_id"):
             return parameter.data.clone()
         with deepspeed.zero.GatheredParameters(parameter):
@@ -249,16 +264,23 @@ class InspectedWorker(Worker):
 
     def attend_alone(self, wanted: bool) -> dict[str, Any]:
         """Let attention get nothing of other ranks that compute the same micro-batch, or all of it again."""
-
-        def own_alone(ranks: RankSet, sent: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> Any:
-            received, begin = EXCHANGE(ranks, sent, send, receive), sum(receive[: ranks.own])
-            own = slice(begin, begin + receive[ranks.own])
-            kept = torch.zeros_like(received)
-            kept[own] = received[own]
-            return kept
-
-        sequence_parallel._exchange = own_alone if wanted else EXCHANGE
+        sequence_parallel.exchange = _own_alone if wanted else EXCHANGE
         return {}
+
+    def experts_astray(self, how: str) -> dict[str, Any]:
+        """Let tokens of other ranks' experts get lost, or experts change places; empty: neither."""
+        expert_parallel.exchange = _own_alone if how == "lost" else EXCHANGE
+        if how == "swapped" or self.swapped:
+            self.swapped = not self.swapped
+            for parameter in cut_parameters(self.models.lm).values():
+                held, cut = len(parameter), cut_of(parameter)
+                assert cut is not None
+                parameter.data.copy_(all_experts(parameter).flip(0).narrow(0, held * cut.ranks.own, held))
+        return {}
+
+    def numbers_held(self, role: str) -> dict[str, Any]:
+        """Numbers of a trained model's parameters on this rank."""
+        return {"count": sum(one.numel() for one in self.models.trainers[role].module.parameters())}
 
     def refusal(self, of: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """What the command `of` raises, as text; empty if it goes through. (Let out, it would end the group.)"""

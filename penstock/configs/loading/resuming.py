@@ -77,7 +77,7 @@ OF_TRAIN = Resumable(
         *WHERE_AND_DEADLINES,
         "rollout.tensor_parallel",
         *("actor.zero_stage", "actor.offload_optimizer", "critic.zero_stage", "critic.offload_optimizer"),
-        *("actor.sequence_parallel", "critic.sequence_parallel"),
+        *("actor.sequence_parallel", "critic.sequence_parallel", "actor.expert_parallel"),
         "sft.zero_stage",
     ),
     sections=("groups", "faults"),

@@ -128,6 +128,10 @@ class TogetherConfig(TrainerConfig):
     )
 
 
+# Without ZeRO DeepSpeed clips by the mean of the ranks' norms, and each has other experts; ZeRO-3 shards all weights.
+EXPERTS_APART = (1, 2)
+
+
 class ActorConfig(TogetherConfig):
     """The policy that is trained."""
 
@@ -136,6 +140,28 @@ class ActorConfig(TogetherConfig):
         description="which experts of a mixture a token takes in training; own: those that the actor's routers choose; "
         "replay: those that the rollout engine's chose when it was sampled; mixtures of experts on CPUs only",
     )
+
+    expert_parallel: PositiveInt = Field(
+        1,
+        description="the experts of each layer of a mixture are shared out over so many ranks of the group, and tokens "
+        "go to the ranks of their experts; 1: every rank has all",
+    )
+
+    @model_validator(mode="after")
+    def _experts(self) -> Self:
+        if self.expert_parallel == 1:
+            return self
+        given = {
+            f"zero_stage {self.zero_stage}": self.zero_stage not in EXPERTS_APART,
+            "lora": self.lora is not None,
+            "offload_optimizer": self.offload_optimizer,
+        }
+        if names := [name for name, is_given in given.items() if is_given]:
+            raise ValueError(
+                f"'expert_parallel' {self.expert_parallel} does not go with '{names[0]}': it is for 'zero_stage' "
+                "1 or 2 with all weights trained, their optimizer's state on the device"
+            )
+        return self
 
     @property
     def replays(self) -> bool:

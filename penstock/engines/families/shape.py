@@ -86,6 +86,13 @@ class ModelShape:
         return self._matrices_with(self.experts.count if self.experts is not None else 0)
 
     @property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts, without routers and what tokens pass besides."""
+        if self.experts is None:
+            return 0
+        return (self.layers - self.dense_layers) * 3 * self.hidden_size * self.experts.count * self.experts.inner
+
+    @property
     def matrices_per_token(self) -> int:
         """Parameters in those matrices that a token meets."""
         return self._matrices_with(self.experts.chosen if self.experts is not None else 0)

@@ -56,6 +56,8 @@ def reshard_strategy(config: TrainConfig) -> Strategy:
 def describe_strategy(config: TrainConfig) -> str:
     """Return what the strategy in force means."""
     meaning = STRATEGIES[reshard_strategy(config)]
+    if config.actor.expert_parallel > 1:
+        return f"{meaning}; experts are gathered and copied"
     return meaning if config.actor.lora is None else f"{meaning}; what has an adapter is merged and copied"
 
 

@@ -54,7 +54,7 @@ def tokens_of_own_heads(share: Share, *tensors_N: torch.Tensor) -> tuple[torch.T
     count, sizes = share.ranks.count, [tensor_N.shape[-1] for tensor_N in tensors_N]
     parts = [_of_each_rank(tensor_N, count) for tensor_N in tensors_N]
     sent = torch.cat(parts, dim=-1).transpose(0, 1).flatten(0, 1)
-    received_A = _exchange(share.ranks, sent, (share.own_tokens,) * count, share.tokens)
+    received_A = exchange(share.ranks, sent, (share.own_tokens,) * count, share.tokens)
     own = received_A[: share.run].split([part.shape[-1] for part in parts], dim=-1)
     # Contiguous: a part of what was received would keep all of it for the backward pass.
     return tuple(part_A.unflatten(-1, (-1, size)).contiguous() for part_A, size in zip(own, sizes, strict=True))
@@ -66,7 +66,7 @@ def own_tokens_of_heads(share: Share, tensor_A: torch.Tensor) -> torch.Tensor:
     count, own = share.ranks.count, share.own_tokens
     if behind := sum(share.tokens) - share.run:
         tensor_A = pad(tensor_A, (0, 0, 0, 0, 0, behind))
-    received = _exchange(share.ranks, tensor_A, share.tokens, (own,) * count)
+    received = exchange(share.ranks, tensor_A, share.tokens, (own,) * count)
     return received.unflatten(0, (count, own)).transpose(0, 1).flatten(1, 2)
 
 
@@ -87,7 +87,8 @@ def _of_each_rank(tensor_N: torch.Tensor, count: int) -> torch.Tensor:
     return tensor_N.unflatten(1, (count, -1)).flatten(2)
 
 
-def _exchange(ranks: RankSet, sent: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> torch.Tensor:
+def exchange(ranks: RankSet, sent: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> torch.Tensor:
+    """Send so many lines to each rank and return those that come, in the order of ranks; gradients go the way back."""
     received: torch.Tensor = _Exchange.apply(sent, send, receive, ranks.group)
     return received
 

@@ -26,6 +26,7 @@ from penstock.engines.families.architecture import check_architecture, classifie
 from penstock.engines.families.images import sees
 from penstock.engines.kernels.attention import NAME as PACKED_ATTENTION
 from penstock.engines.models.seeing import freeze_encoder
+from penstock.engines.weights.cuts import all_experts, cut_parameters
 from penstock.engines.weights.layout import family_in
 from penstock.engines.weights.lora import ADAPTER_FOLDER, adapted_layers, merged_state, write_adapter
 
@@ -159,12 +160,23 @@ def write_model(lm: Any, folder: Path, rank: int) -> None:
         state = merged_state(lm)
         if not hasattr(lm, "score"):  # a reward model's adapter would lack the trained head
             write_adapter(lm, folder / ADAPTER_FOLDER)
+    state |= _whole_experts(lm, rank)
     if sharded:
         state = gathered_state(lm, rank)
     if rank == 0:
         lm.save_pretrained(folder, state_dict=_in_host_memory(state))
         share_weights_of(folder)
     torch.distributed.barrier()
+
+
+def _whole_experts(lm: nn.Module, rank: int) -> dict[str, torch.Tensor]:
+    """Return what lies on several ranks, in host memory on rank 0, nothing on the others; all ranks call it."""
+    state = {}
+    for name, parameter in cut_parameters(lm).items():
+        whole = all_experts(parameter)
+        if rank == 0:
+            state[name] = whole.cpu()
+    return state
 
 
 def gathered_state(lm: nn.Module, rank: int) -> dict[str, torch.Tensor]:

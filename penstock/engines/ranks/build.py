@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from penstock.engines.ranks.reshard import bring_weights, shared_and_copied
 from penstock.engines.ranks.serving.handlers import carries_out
 from penstock.engines.rollout.engine import Demand, Generator, Served
 from penstock.engines.training.trainer import Trainer
+from penstock.engines.weights.cuts import whole_shape
 from penstock.engines.weights.folder import FolderLoad
 from penstock.engines.weights.layout import ordered_parameters
 from penstock.engines.weights.strategy import shared_storage, transfer_within_group
@@ -109,8 +111,8 @@ def _build_actor(models: RankModels, command: Build, steps: int) -> tuple[int, i
     config = models.config.actor
     with _timed("loading the actor"):
         models.lm = models.causal_lm(command.folder, config)
-    parameters = sum(parameter.numel() for parameter in models.lm.parameters())
-    trained = sum(parameter.numel() for parameter in ordered_parameters(models.lm))
+    parameters = sum(prod(whole_shape(parameter)) for parameter in models.lm.parameters())
+    trained = sum(prod(whole_shape(parameter)) for parameter in ordered_parameters(models.lm))
     with _timed("starting DeepSpeed"):
         policy = PackedPolicy(models.lm, command.keep_logits, config.replays, models.images)
         models.trainers["actor"] = Trainer(

@@ -16,7 +16,7 @@ from torch import nn
 
 from penstock.base.errors import UserError
 from penstock.configs.schema import TrainConfig
-from penstock.configs.sections.trainer import TrainerConfig
+from penstock.configs.sections.trainer import ActorConfig, TrainerConfig
 from penstock.data.images import ImageFolder
 from penstock.data.tokenizer import load_tokenizer
 from penstock.engines.batches.packing import Rows
@@ -27,6 +27,8 @@ from penstock.engines.families.images import NO_IMAGES_ON_GPUS
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.kernels.attention_kernel import choose_attention
 from penstock.engines.kernels.lm_head import Head
+from penstock.engines.kernels.sequence_parallel import ranks_together
+from penstock.engines.models.expert_parallel import cut_experts
 from penstock.engines.models.loading import load_causal_lm
 from penstock.engines.models.models import compile_blocks
 from penstock.engines.rollout.engine import Generator
@@ -135,6 +137,8 @@ class RankModels:
         """Give a model the adapters that are asked for, compile its blocks where that pays, put it on the device."""
         if config.lora is not None:
             attach(lm, config.lora, self.config.seed)
+        if isinstance(config, ActorConfig) and config.expert_parallel > 1:
+            cut_experts(lm, ranks_together(config.expert_parallel))
         if config.zero_stage < 3:  # compiled code would not wait for DeepSpeed to gather the shards
             self.compiled(lm)
         lm.to(self.device)

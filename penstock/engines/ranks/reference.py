@@ -50,6 +50,7 @@ from penstock.engines.sizing.flops import forward_flops
 from penstock.engines.training.full_kl import reference_of, with_states
 from penstock.engines.weights.buckets import one_ahead
 from penstock.engines.weights.checksum import word_sum
+from penstock.engines.weights.cuts import all_experts, cut_of
 from penstock.engines.weights.lora import without_adapters
 
 STORED = {torch.bfloat16: torch.int16, torch.float32: torch.float32}  # numpy has no bfloat16: its bits are stored
@@ -250,7 +251,10 @@ def _parameters(lm: Any) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def _whole(parameter: nn.Parameter) -> Iterator[torch.Tensor]:
-    """The parameter's values, gathered within this block where ZeRO-3 shards them; every rank enters it."""
+    """The parameter's values, gathered within this block where ranks hold parts of it; every rank enters it."""
+    if cut_of(parameter) is not None:
+        yield all_experts(parameter)
+        return
     if not hasattr(parameter, "ds_id"):
         yield parameter.data
         return

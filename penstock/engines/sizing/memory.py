@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.run import Role
-from penstock.configs.sections.trainer import SftConfig, TogetherConfig, TrainerConfig
+from penstock.configs.sections.trainer import ActorConfig, SftConfig, TogetherConfig, TrainerConfig
 from penstock.configs.tree.schedule import largest
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.groups.placement import reference_is_base, reshard_strategy
@@ -241,6 +241,7 @@ def _states(name: str, trainer: TrainerConfig, rank: Rank, models: int = 1) -> P
     """Return weights and optimizer states of `count` equal models while they are on the device, as ZeRO shards them."""
     shape, stage = _shape(name, rank), trainer.zero_stage
     weights, trained = shape.parameters + shape.adapter_parameters(trainer.lora), shape.trained_parameters(trainer.lora)
+    weights, trained = weights - experts_elsewhere(trainer, shape), trained - experts_elsewhere(trainer, shape)
     own = rank.width == 4 and stage == 0  # float32 weights are their own masters without ZeRO
     masters = state_bytes(trainer, shape) + (0 if own else master_bytes(trainer, shape))
     states = {
@@ -273,6 +274,7 @@ def _rest(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig])
     if "rollout" in rank.shapes:
         shape, shared = rank.shapes["rollout"], reshard_strategy(config) == "shared"
         own = shape.merged_parameters(config.actor.lora) if shared else shape.parameters
+        own += shape.expert_parameters if shared and experts_elsewhere(config.actor, shape) else 0
         parts |= {"rollout weights": rank.width * own // config.rollout.tensor_parallel} if own else {}
     return parts
 
@@ -288,7 +290,7 @@ def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, 
     micro_batch = _share(trainer, shape, _largest_micro_batch(trainer, config))
     computation = _computation(trainer, rank, shape, recomputed)
     trained = shape.trained_parameters(trainer.lora)
-    gradients = GRADIENT * trained // (rank.ranks if stage >= 2 else 1)
+    gradients = GRADIENT * (trained // rank.ranks if stage >= 2 else trained - experts_elsewhere(trainer, shape))
     waiting = kept_bytes(shape, computation, micro_batch)
     if not recomputed.activations:
         waiting += _kept_by_adapters(trainer, rank, shape, micro_batch)
@@ -299,7 +301,7 @@ def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, 
     copied = gradients - waiting if stage == 2 else 0  # when it steps it copies the sums into one tensor
     return {
         f"{name} gradients": gradients,
-        "reduce buckets": _buckets(trained, stage, rank),
+        "reduce buckets": _buckets(trained - experts_elsewhere(trainer, shape), stage, rank),
         "activations": waiting,
         "backward pass": max(head, block, copied),
     }
@@ -367,6 +369,12 @@ def ranks_together(trainer: TrainerConfig) -> int:
     return trainer.sequence_parallel if isinstance(trainer, TogetherConfig) else 1
 
 
+def experts_elsewhere(trainer: TrainerConfig, shape: ModelShape) -> int:
+    """Return how many parameters of experts a rank leaves to others."""
+    ranks = trainer.expert_parallel if isinstance(trainer, ActorConfig) else 1
+    return shape.expert_parameters // ranks * (ranks - 1)
+
+
 def _share(trainer: TrainerConfig, shape: ModelShape, whole: MicroBatch) -> MicroBatch:
     """Return what of a micro-batch one rank computes.
 
@@ -399,7 +407,8 @@ def _start(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig]
     *before, last = trained
     rest = _rest(config, rank, {name: trained[name] for name in before})
     weights, models = f"{last} weights", _models(last, config)
-    moved = rank.width * _shape(last, rank).trained_parameters(trained[last].lora)
+    shape, trainer = _shape(last, rank), trained[last]
+    moved = rank.width * (shape.trained_parameters(trainer.lora) - experts_elsewhere(trainer, shape))
     return rest | {weights: _states(last, trained[last], rank, models)[weights], "flattening": moved}
 
 

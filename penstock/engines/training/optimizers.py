@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from penstock.configs.sections.optimizer import BLOCK_8BIT, LEAST_8BIT, OptimizerConfig
+from penstock.engines.weights.cuts import cut_of
 
 STATES, STEP, BITS = "states", "step", "bits"
 ADAMW_STATES = ("exp_avg", "exp_avg_sq", STEP)
@@ -44,16 +45,26 @@ def make_optimizer(named: Named, config: OptimizerConfig) -> torch.optim.Optimiz
 
 
 def _adamw(named: Named, config: OptimizerConfig) -> torch.optim.Optimizer:
-    parameters = list(named.values())
+    parameters, groups = list(named.values()), _groups(named, ADAMW_STATES)
     given: Any = {"betas": config.betas, "eps": config.eps, "weight_decay": config.weight_decay}
     fused = parameters[0].device.type == "cuda"
-    return torch.optim.AdamW([{"params": parameters, STATES: ADAMW_STATES}], lr=0.0, fused=fused, **given)
+    return torch.optim.AdamW(groups, lr=0.0, fused=fused, **given)
 
 
 def _sgd(named: Named, config: OptimizerConfig) -> torch.optim.Optimizer:
     momentum = config.momentum or 0.0
-    group = {"params": list(named.values()), STATES: ("momentum_buffer",) if momentum else ()}
-    return torch.optim.SGD([group], lr=0.0, momentum=momentum, weight_decay=config.weight_decay, fused=True)
+    groups = _groups(named, ("momentum_buffer",) if momentum else ())
+    return torch.optim.SGD(groups, lr=0.0, momentum=momentum, weight_decay=config.weight_decay, fused=True)
+
+
+def _groups(named: Named, states: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return one group, and another one of experts that lie on several ranks, marked as DeepSpeed wants it."""
+    experts = [one for one in named.values() if cut_of(one) is not None]
+    rest = [one for one in named.values() if cut_of(one) is None]
+    groups: list[dict[str, Any]] = [{"params": rest, STATES: states}]
+    if experts:
+        groups.append({"params": experts, STATES: states, "moe": True, "name": vars(experts[0])["group_name"]})
+    return groups
 
 
 def _muon(named: Named, config: OptimizerConfig) -> torch.optim.Optimizer:

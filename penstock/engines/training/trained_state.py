@@ -8,6 +8,9 @@ tells stages and numbers of ranks apart:
     1, 2        all parameters one after the other in one tensor, cut into a part per rank
     3           each parameter cut into a part per rank; a rank's parts one after the other
 
+Of experts that lie on several ranks a rank has some alone, which are cut over the ranks that have the same
+(penstock/engines/weights/cuts.py).
+
 Weights of lower precision follow from the master and are made of it again, where they are: vLLM reads them there.
 
 Left out: where a state is kept (penstock/engines/training/state_images.py); parameters that are not trained.
@@ -24,6 +27,7 @@ import torch
 from torch import nn
 
 from penstock.engines.training.optimizers import STATES, first_state
+from penstock.engines.weights.cuts import cut_of, whole_shape
 
 MASTER = "master"
 
@@ -57,11 +61,6 @@ def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
-def shape_of(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return a parameter's shape, also while ZeRO-3 holds a part of it alone."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
 def is_replicated(optimizer: Any) -> bool:
     """Whether every rank holds the whole state (ZeRO stage 0)."""
     return isinstance(optimizer, torch.optim.Optimizer)
@@ -73,8 +72,8 @@ def shares_of(module: nn.Module, optimizer: Any) -> list[Share]:
     if is_replicated(optimizer):
         grouped = [(one, group) for group in optimizer.param_groups for one in group["params"]]
         return [Share(one, (ParameterSlice(names[one], 0, one.numel(), 0),), group) for one, group in grouped]
-    (settings,) = optimizer.param_groups  # as those have that step every number by itself
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        (settings,) = optimizer.param_groups  # as those have that step every number by itself
         groups = zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True)
         return [Share(master, tuple(_sharded_slices(group, names)), settings) for master, group in groups]
     if hasattr(optimizer, "single_partition_of_fp32_groups"):
@@ -84,10 +83,11 @@ def shares_of(module: nn.Module, optimizer: Any) -> list[Share]:
     else:
         partitions, masters = optimizer.bf16_partitioned_groups, optimizer.fp32_groups_flat_partition
         laid_out = [(group, [0, *accumulate(one.numel() for one in group)]) for group in optimizer.bf16_groups]
-    rank = torch.distributed.get_rank()
+    ranks = map(torch.distributed.get_rank, optimizer.real_dp_process_group)  # of experts others than of the rest
+    held = zip(masters, partitions, laid_out, ranks, optimizer.param_groups, strict=True)
     return [
         Share(master, tuple(_cut_slices(zip(group, places, strict=False), names, *_bounds(parts, rank))), settings)
-        for master, parts, (group, places) in zip(masters, partitions, laid_out, strict=True)
+        for master, parts, (group, places), rank, settings in held
     ]
 
 
@@ -104,7 +104,9 @@ def _cut_slices(
     for parameter, offset in laid_out:
         first, last = max(begin, offset), min(end, offset + parameter.numel())
         if first < last:
-            yield ParameterSlice(names[parameter], first - offset, last - first, first - begin)
+            cut = cut_of(parameter)
+            start = first - offset + (0 if cut is None else cut.start)
+            yield ParameterSlice(names[parameter], start, last - first, first - begin)
 
 
 def _sharded_slices(group: list[Any], names: dict[nn.Parameter, str]) -> Iterator[ParameterSlice]:
@@ -188,7 +190,7 @@ def trained_state(module: nn.Module, optimizer: Any, part: int = 0, parts: int =
     everywhere = module.named_parameters(remove_duplicate=False)
     values = {
         "shares": {str(number): [list(astuple(one)) for one in share.slices] for number, share in shares},
-        "parameters": {name: shape_of(parameter) for name, parameter in parameters.items()},
+        "parameters": {name: whole_shape(parameter) for name, parameter in parameters.items()},
         "tied": {name: names[one] for name, one in everywhere if names.get(one, name) != name},
         "dtype": str(next(iter(parameters.values())).dtype).removeprefix("torch."),
     }

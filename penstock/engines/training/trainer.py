@@ -36,6 +36,7 @@ from penstock.engines.batches.shares import ALONE, RankSet
 from penstock.engines.kernels import gated_mlp
 from penstock.engines.kernels.gated_mlp import gate_in_products
 from penstock.engines.kernels.weight_gradients import count_sums, sum_in_products
+from penstock.engines.training.expert_groups import tell_deepspeed
 from penstock.engines.training.gradient_sums import forget_gradient, summed_gradient
 from penstock.engines.training.optimizers import STATES, make_optimizer
 from penstock.engines.training.state_images import SavedState
@@ -46,11 +47,11 @@ from penstock.engines.training.trained_state import (
     has_optimizer_state,
     optimizer_state,
     rebuild_weights,
-    shape_of,
     shares_of,
     trained_parameters,
     trained_state,
 )
+from penstock.engines.weights.cuts import whole_shape
 from penstock.engines.weights.layout import flatten_in_place
 from penstock.engines.weights.lora import FROZEN_SUM, check_frozen, frozen_sum
 
@@ -118,6 +119,7 @@ class Trainer:
         if config.zero_stage == 0:
             flatten_in_place(parameters)
         gather_within_hosts(config.hpz)
+        tell_deepspeed(module)
         self.engine, self._optimizer, *_ = deepspeed.initialize(
             model=module,
             optimizer=make_optimizer(named, config.optimizer),
@@ -273,7 +275,7 @@ class Trainer:
             UserError: other parameters are trained here, the frozen weights beside them are not those that it was
                 trained with, or a part of it is missing.
         """
-        saved.check_parameters({name: shape_of(one) for name, one in trained_parameters(self.module).items()})
+        saved.check_parameters({name: whole_shape(one) for name, one in trained_parameters(self.module).items()})
         check_frozen(saved.frozen_sum, self.module)
         with self.states_on_device():
             before_restore(self._optimizer)

@@ -20,6 +20,8 @@ from torch import nn
 from penstock.engines.weights.buckets import in_buckets, numels_of, one_ahead
 from penstock.engines.weights.checksum import word_sum
 from penstock.engines.weights.copies import Copies, Differences, refuse, wrong_names
+from penstock.engines.weights.cuts import cut_parameters
+from penstock.engines.weights.experts import ExpertShards
 from penstock.engines.weights.gather import Gathering, Shards, staging
 from penstock.engines.weights.joint import Joint
 from penstock.engines.weights.layout import fused_view
@@ -31,16 +33,18 @@ from penstock.engines.weights.slices import shapes_of
 class FlatSource:
     """Buckets of a trainer that holds whole parameters: views of its flat buffer, laid down once.
 
-    A bucket with adapted weights is packed anew each time, from the merged weights.
+    A bucket with adapted weights is packed anew each time, from the merged weights; one with experts that lie on
+    several ranks from what these gather.
     """
 
     def __init__(self, lm: nn.Module, buckets: Sequence[tuple[str, ...]]) -> None:
         self._parameters = dict(lm.named_parameters())
         self._addresses = {name: parameter.data_ptr() for name, parameter in self._parameters.items()}
-        self._adapted = adapted_layers(lm)
+        self._adapted, self._experts = adapted_layers(lm), ExpertShards(lm)
+        elsewhere = self._adapted.keys() | self._experts.parameters.keys()
         parts = [[self._parameters[name].data.view(-1) for name in bucket] for bucket in buckets]
-        merged = [not self._adapted.keys().isdisjoint(bucket) for bucket in buckets]
-        views = [None if anew else fused_view(bucket) for anew, bucket in zip(merged, parts, strict=True)]
+        packed = [not elsewhere.isdisjoint(bucket) for bucket in buckets]
+        views = [None if anew else fused_view(bucket) for anew, bucket in zip(packed, parts, strict=True)]
         self._buckets = list(zip(buckets, views, strict=True))
 
     def buckets(self) -> Iterator[torch.Tensor]:
@@ -52,11 +56,13 @@ class FlatSource:
             yield torch.cat([self._whole(name).view(-1) for name in names]) if view is None else view
 
     def _whole(self, name: str) -> torch.Tensor:
+        if name in self._experts.parameters:
+            return self._experts.gather(name)
         return self._adapted[name].merged() if name in self._adapted else self._parameters[name].data
 
     def differences(self) -> Differences:
-        """Nothing was gathered, so nothing can be wrong yet."""
-        return Differences([], [])
+        """Compare experts that were gathered with what each rank holds; nothing else can be wrong yet."""
+        return self._experts.differences()
 
 
 class ShardedSource:
@@ -89,10 +95,11 @@ class Sender:
     """The actor's side. Ranks without a joint group only take part in gathering."""
 
     def __init__(self, lm: nn.Module, joint: Joint | None) -> None:
-        self._joint, self._sharded = joint, hasattr(next(lm.parameters()), "ds_id")
+        self._joint, sharded = joint, hasattr(next(lm.parameters()), "ds_id")
         self._numels, dtype = numels_of(shapes_of(lm)), next(lm.parameters()).dtype
         buckets = in_buckets(self._numels, dtype.itemsize)
-        self._source = ShardedSource(lm, buckets) if self._sharded else FlatSource(lm, buckets)
+        self._source = ShardedSource(lm, buckets) if sharded else FlatSource(lm, buckets)
+        self._gathers = sharded or bool(cut_parameters(lm))
         self._bytes = sum(self._numels.values()) * dtype.itemsize
 
     @torch.no_grad()
@@ -103,7 +110,7 @@ class Sender:
             RuntimeError: a receiver does not hold them afterwards.
         """
         if self._joint is None:
-            if self._sharded:
+            if self._gathers:
                 for _ in self._source.buckets():
                     pass
                 refuse(wrong_names([self._source.differences()]))

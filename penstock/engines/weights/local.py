@@ -3,7 +3,8 @@
 What could be bound to the trainer's storage is current already, which its addresses prove. The rest (this rank's part
 of matrices that an engine of several ranks cuts, vocabularies that vLLM pads) is copied from the trainer's parameters
 on this rank, without communication, and compared bit for bit. Weights with adapters are merged for the copy, one at a
-time: the base stays as it is, and the rollout engine's copy is its own.
+time: the base stays as it is, and the rollout engine's copy is its own. Experts that lie on several ranks are gathered
+for it, a parameter at a time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from penstock.engines.weights.copies import Copies, refuse, wrong_names
+from penstock.engines.weights.experts import ExpertShards
 from penstock.engines.weights.loader import Binding
 from penstock.engines.weights.lora import adapted_layers
 from penstock.engines.weights.slices import shapes_of
@@ -37,7 +39,8 @@ class LocalReshard:
                 self._users.setdefault(piece.part, []).append(item.name)
         needed, adapted = self._copies.parts, adapted_layers(lm)
         self._adapted = {name: layer for name, layer in adapted.items() if name in needed}
-        wholes = {name for name in needed if name not in adapted}
+        self._experts = ExpertShards(lm)
+        wholes = needed - adapted.keys() - self._experts.parameters.keys()
         self._wholes = {name: parameter.data for name, parameter in self._ours.items() if name in wholes}
         for item in binding.shared:
             first = item.slices[0].of(self._ours[item.slices[0].part].data)
@@ -54,8 +57,9 @@ class LocalReshard:
         refuse(self.moved())
         found = [self._copies.copy(self._wholes)]
         found += (self._copies.copy({name: layer.merged()}) for name, layer in self._adapted.items())
+        found += (self._copies.copy({name: self._experts.gather(name)}) for name in self._experts.parameters)
         self._copies.check_complete(found)
-        refuse(wrong_names(found))
+        refuse(wrong_names([*found, self._experts.differences()]))
         return sum(part.bytes for part in found)
 
     def moved(self) -> list[str]:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from penstock.engines.families.table import Family
+from penstock.engines.weights.cuts import whole_shape
 from penstock.engines.weights.layout import FusedParameter, family_in, in_plan_order, plan
 from penstock.engines.weights.lora import base_parameters
 
@@ -54,7 +55,7 @@ class Counterpart:
 
 
 def shapes_of(lm: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the whole shape of every parameter whose layout vLLM shares, in plan order, also of shards of ZeRO-3.
+    """Return the whole shape of every parameter whose layout vLLM shares, in plan order, also of parts.
 
     Adapters are left out: what vLLM holds is merged. So are transposed matrices (GPT-2's Conv1D): a square one could
     not be told from its transpose.
@@ -63,7 +64,7 @@ def shapes_of(lm: nn.Module) -> dict[str, tuple[int, ...]]:
 
     transposed = {name for name, module in lm.named_modules() if isinstance(module, Conv1D)}
     shapes = {
-        name: tuple(getattr(parameter, "ds_shape", parameter.shape))
+        name: whole_shape(parameter)
         for name, parameter in base_parameters(lm).items()
         if name.rpartition(".")[0] not in transposed
     }

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.engines.weights.cuts import cut_of
 from penstock.engines.weights.gather import GatherReshard
 from penstock.engines.weights.layout import flat_storage
 from penstock.engines.weights.loader import Binding
@@ -23,10 +24,12 @@ def shared_storage(
 ) -> dict[str, torch.Tensor]:
     """Return the Hugging Face parameters that vLLM's may be views of; none where a rank holds none whole.
 
-    Weights with an adapter are not among them: vLLM needs them merged, and the base must stay as it is.
+    Weights with an adapter are not among them: vLLM needs them merged, and the base must stay as it is. Nor are experts
+    that lie on several ranks.
     """
     if strategy in ("shared", "local"):
-        return {name: parameter.data for name, parameter in resting_parameters(lm).items()}
+        resting = resting_parameters(lm)
+        return {name: parameter.data for name, parameter in resting.items() if cut_of(parameter) is None}
     if strategy in ("broadcast", "folder") and tensor_parallel == 1:
         return flat_storage(shapes_of(lm), dtype, device)
     return {}

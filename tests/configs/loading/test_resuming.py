@@ -19,7 +19,11 @@ Tree = TrainConfig | PairConfig
     ("config", "may", "changes"),
     [
         (TRAIN, OF_TRAIN, ["iterations=20", "faults.entropy={limit: 0.1}", "groups.main={roles: [actor, rollout]}"]),
-        (TRAIN, OF_TRAIN, ["iterations=20", "actor.sequence_parallel=2", "actor.zero_stage=2"]),
+        (
+            TRAIN,
+            OF_TRAIN,
+            ["iterations=20", "actor.sequence_parallel=2", "actor.expert_parallel=2", "actor.zero_stage=2"],
+        ),
         (TRAIN, OF_SFT, ["sft.steps=20", "sft.zero_stage=2", "sft.micro_batch_tokens=512", "engine.restarts=0"]),
         (PREFERENCE, OF_PAIRS, ["trainer.steps=20", "trainer.checkpoint_every=5", "devices.ranks=2"]),
         (REWARD_MODEL, OF_PAIRS, ["trainer.steps=20", "trainer.gradient_checkpointing=true"]),

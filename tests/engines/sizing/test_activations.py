@@ -22,6 +22,7 @@ from penstock.engines.kernels import lm_head as logprobs
 from penstock.engines.kernels import sequence_parallel
 from penstock.engines.kernels.gated_mlp import gate_in_products
 from penstock.engines.kernels.weight_gradients import sum_in_products
+from penstock.engines.models.expert_parallel import cut_experts
 from penstock.engines.models.loading import load_causal_lm
 from penstock.engines.models.models import PackedPolicy, compile_blocks
 from penstock.engines.sizing import memory
@@ -138,6 +139,28 @@ def test_the_table_is_what_ranks_keep_that_exchange_heads_for_tokens(
     exchanged = Computation(4, "cpu", exchanged=True)
     assert kept_bytes(read_shape(folder), exchanged, batch) == pytest.approx(kept, rel=0.01)
     assert kept_bytes(read_shape(folder), exchanged, MICRO_BATCH) > 1.9 * kept
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen 2 MoE"])
+def test_the_table_is_what_ranks_keep_that_share_out_experts(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many tokens come from the other rank as go there: no more than of experts that are all on one.
+
+    Control: the table of a dense model of the same other sizes.
+    """
+    lm, sizes = load_causal_lm(write_family(family, tmp_path), torch.float32, False), read_shape(tmp_path)
+
+    def received(sent: torch.Tensor, send: object, receive: tuple[int, ...], group: object) -> torch.Tensor:
+        return sent.new_ones(sum(receive), *sent.shape[1:])
+
+    monkeypatch.setattr(sequence_parallel, "_all_to_all", received)
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", lambda received, sent, group: received.copy_(sent))
+    cut_experts(lm, RankSet(2, 0, None))
+    kept = _kept(PackedPolicy(lm).train(), _rows(1))
+    computation = Computation(4, "cpu")
+    assert kept_bytes(sizes, computation, MICRO_BATCH) == pytest.approx(kept, rel=0.01)
+    assert kept_bytes(replace(sizes, experts=None), computation, MICRO_BATCH) != pytest.approx(kept, rel=0.05)
 
 
 @pytest.mark.parametrize("samples", [1, 4])

@@ -27,7 +27,7 @@ from penstock.configs.sections.algorithm import AlgorithmConfig
 from penstock.configs.sections.run import Role
 from penstock.engines.batches.micro_batches import plan_micro_batches
 from penstock.engines.batches.packing import Rows
-from penstock.engines.families.shape import ModelShape, read_shape
+from penstock.engines.families.shape import ExpertSizes, ModelShape, read_shape
 from penstock.engines.groups.slots import SLOTS
 from penstock.engines.models.loading import load_causal_lm
 from penstock.engines.sizing.memory import (
@@ -261,6 +261,32 @@ def test_ranks_that_compute_together_have_a_part_of_the_activations_and_of_the_l
     assert half == 2 * 2 * 200_000 * 2500 + 2 * 200_000 * 128
     exchanged = phase(rank, 2, LOGITS)["activations"] - phase(rank, 1, LOGITS)["activations"] / 2
     assert exchanged == pytest.approx(2 * 2500 * 2 * 128, rel=0.1)  # in two layers, of 4 heads of 32 numbers
+
+
+@pytest.mark.parametrize(("device", "stage"), [("cuda", 1), ("cuda", 2), ("cpu", 1)])
+def test_a_rank_holds_its_share_of_the_experts_and_all_else(device: str, stage: int) -> None:
+    """Weights, and at stage 1 the sums of gradients; the optimizer's state is shared out anyway. vLLM has all of them.
+
+    Control: without it the rank holds all of them.
+    """
+    experts = ExpertSizes(count=8, chosen=2, inner=32)
+    mixture = replace(MILLION, model_type="mixtral", experts=experts)
+    rank = replace(_rank(4, device, ("actor", "rollout")), shapes=dict.fromkeys(("actor", "rollout"), mixture))
+    elsewhere = 2 * 3 * 128 * 8 * 32 // 4 * 3
+
+    def parts(count: int) -> dict[str, int]:
+        return _phase("update of the actor", rank, actor={"zero_stage": stage, "expert_parallel": count})
+
+    alone, shared = parts(1), parts(4)
+    assert alone["actor weights"] - shared["actor weights"] == rank.width * elsewhere
+    assert alone["actor gradients"] - shared["actor gradients"] == (4 * elsewhere if stage == 1 else 0)
+    assert alone["actor masters and moments"] == shared["actor masters and moments"]
+    rollout = rank_phases(
+        TrainConfig(actor={"zero_stage": stage, "expert_parallel": 4}),
+        rank,
+        _every(LOGITS),  # type: ignore[arg-type]
+    )["rollout"]
+    assert rollout["rollout weights"] == rank.width * elsewhere // 3 * 4
 
 
 def test_a_schedule_counts_with_its_largest_budget() -> None:
