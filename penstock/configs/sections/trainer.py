@@ -71,12 +71,12 @@ class TrainerConfig(Section):
         "nothing",
         description="what of a large model lives in host memory for good, ZeRO stage 3 only; optimizer: float32 "
         "masters, the optimizer's state and the sums of gradients, and steps are taken by the host's cores; all: the "
-        "shards of the weights, too",
+        "shards of the weights, too; saves nothing on CPU",
     )
     offload_activations: bool = Field(
         False,
         description="where activations are recomputed, keep what each block begins with in host memory until the "
-        "backward pass; needs 'gradient_checkpointing' true",
+        "backward pass; needs 'gradient_checkpointing' true, saves nothing on CPU",
     )
     lora: LoraConfig | None = Field(
         None, description="train low-rank adapters and leave the weights as they are; null: train all weights"
@@ -132,8 +132,6 @@ class TrainerConfig(Section):
             )
         if self.hpz:
             raise ValueError("'hpz' does not go with 'offload': it spends the device's memory that the other saves")
-        if self.optimizer.name == "adamw8bit":
-            raise ValueError("'offload' needs 'optimizer.name' adamw or sgd: adamw8bit steps on GPUs alone")
         return self
 
     @model_validator(mode="after")
