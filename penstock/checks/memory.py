@@ -216,9 +216,34 @@ def _require_all(
                 name = f"GPU {device.gpu}" if device.host == LOCAL else f"GPU {device.gpu} of {where}"
                 if (free := _free_gpu(device, gpus, elsewhere)) is not None:
                     _require(config, estimate, free, name, section)
+                if device.host in left and lives_on_host(config):
+                    left[device.host] -= estimate.offloaded
             elif device.host in left:
                 _require(config, estimate, left[device.host], where, section)
                 left[device.host] -= estimate.memory.total
+    if lives_on_host(config) and (lacking := min(left.values())) < 0:
+        raise NoRoom(
+            f"what lives in host memory takes {-lacking / GIB:.1f} GiB more than the machine of the ranks has free",
+            f"use more machines, {section or 'actor'}.offload=optimizer where it is all, a smaller micro_batch_tokens "
+            "with offload_activations, or end what else uses the memory",
+        )
+
+
+def lives_on_host(config: TrainConfig) -> bool:
+    """Whether a trained model keeps states or inputs of blocks in host memory for good."""
+    trained = [one for one in (config.actor, config.critic, config.sft) if one is not None] if config.trains else []
+    return any(one.offload != "nothing" or one.offload_activations for one in trained)
+
+
+def describe_offload(config: TrainConfig, estimates: Sequence[GroupEstimate]) -> list[str]:
+    """Say what ranks on GPUs keep in their hosts' memory for good, in a sentence, or nothing."""
+    if not lives_on_host(config):
+        return []
+    on_gpus = [item for item in estimates if item.devices[0].gpu is not None]
+    if not on_gpus:
+        return ["offload: no effect on CPU ranks, whose memory is the host's"]
+    needed = sum(len(item.devices) * item.offloaded for item in on_gpus) / GIB
+    return [f"offload: {needed:.1f} GiB of the hosts' memory, beside snapshots"]
 
 
 def _machine(host: str, elsewhere: Elsewhere) -> str:

@@ -13,7 +13,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from penstock.checks.memory import GroupEstimate, describe_snapshots
+from penstock.checks.memory import GroupEstimate, describe_offload, describe_snapshots
 from penstock.checks.prompts import describe_prompts
 from penstock.checks.steps import describe_disk, describe_model, describe_steps
 from penstock.checks.trial_call import trial_call
@@ -53,6 +53,7 @@ def print_dry_run(
         *describe_actor(config),
         f"reshard: {strategy}",
         *describe_together(config),
+        *describe_offload(config, estimates),
         describe_snapshots(estimates),
         *idle_settings(config),
         *describe_prompts(config),

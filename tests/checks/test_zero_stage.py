@@ -74,3 +74,22 @@ def test_an_optimizer_whose_package_is_not_installed_is_refused(role: str, monke
     assert "pip install 'bitsandbytes>=0.50'" in refused.value.remedy
     model.check_model(TrainConfig.model_validate(sections))
     model.check_model(evaluation_config(config, Path(), None).model_copy(update={"model": config.model}))
+
+
+@pytest.mark.parametrize("host_gib", [1, 64])
+def test_what_lives_in_host_memory_has_to_fit_there(host_gib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start on GPUs whose host has too little is refused. Control: enough; and what moves there now and then."""
+    monkeypatch.setattr(memory, "visible_gpus", lambda: [0])
+    monkeypatch.setattr(memory, "free_gpu_bytes", lambda gpu: 64 * GIB)
+    monkeypatch.setattr(memory, "has_gated_mlp", lambda gpu: False)
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: host_gib * GIB)
+    large = {"hidden_size": 1536, "intermediate_size": 12288, "layers": 4, "max_positions": 4096}
+    sections = {"model": {"tiny": large}}
+    memory.check_memory(TrainConfig.model_validate(sections))
+    config = TrainConfig.model_validate(sections | {"actor": {"zero_stage": 3, "offload": "optimizer"}})
+    if host_gib == 64:
+        (said,) = memory.describe_offload(config, memory.check_memory(config))
+        assert "of the hosts' memory" in said
+        return
+    with pytest.raises(UserError, match="lives in host memory takes .* GiB more"):
+        memory.check_memory(config)

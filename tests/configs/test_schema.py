@@ -5,6 +5,7 @@ Invariant: in a valid configuration every key that is set has an effect.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -198,3 +199,20 @@ def test_ppo_on_gsm8k_differs_from_grpo_only_in_the_algorithm() -> None:
 def test_a_rank_counts_as_lost_after_15_s_of_silence() -> None:
     """What a recipe gets that does not say."""
     assert TrainConfig().engine.heartbeat_timeout_s == 15.0
+
+
+@pytest.mark.parametrize(
+    ("actor", "message"),
+    [
+        ({"offload": "optimizer"}, "'offload' optimizer needs 'zero_stage' 3, not 1"),
+        ({"offload": "all", "zero_stage": 3, "hpz": True}, "'hpz' does not go with 'offload'"),
+        ({"offload": "nvme", "zero_stage": 3}, "'nothing', 'optimizer' or 'all'"),
+        ({"offload_activations": True}, "'offload_activations' needs 'gradient_checkpointing' true"),
+        ({"offload_optimizer": True, "zero_stage": 3}, "with 'offload' the state is in host memory for good"),
+    ],
+)
+def test_what_lives_in_host_memory_is_for_zero_3(actor: dict[str, Any], message: str) -> None:
+    """Each refusal says what to change. Control: what is left is valid."""
+    TrainConfig.model_validate({"actor": {"offload": "all", "zero_stage": 3}})
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        TrainConfig.model_validate({"actor": actor})

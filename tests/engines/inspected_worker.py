@@ -110,6 +110,9 @@ class InspectedWorker(Worker):
         "admitted",
         "offloaded",
         "spoil_offloaded",
+        "living_on_host",
+        "spoil_masters",
+        "kept_on_host",
         "wrapped_collectives",
         "timed_collectives_of",
         "attend_alone",
@@ -243,6 +246,30 @@ class InspectedWorker(Worker):
         for copy in self.models.trainers[role].engine.optimizer.hp_params_pin_buffers:
             copy.add_(1.0)
         return {}
+
+    def living_on_host(self, role: str) -> dict[str, Any]:
+        """What DeepSpeed keeps in host memory for good (ZeRO-Offload)."""
+        optimizer: Any = self.models.trainers[role]._optimizer
+        return {"optimizer": optimizer.offload_optimizer, "weights": optimizer.offload_param}
+
+    @torch.no_grad()
+    def spoil_masters(self, role: str) -> dict[str, Any]:
+        """Change the float32 masters and nothing else."""
+        for master in self.models.trainers[role]._optimizer.fp32_partitioned_groups_flat:
+            master.add_(1e-3)
+        return {}
+
+    def kept_on_host(self, spoil: bool = False) -> dict[str, Any]:
+        """How many inputs of blocks were kept in host memory so far; from now on they come back changed if wanted."""
+        for store in self.models.host_activations if spoil else ():
+            begin = store._begin
+
+            def changed(kept: Any, begin: Any = begin) -> None:
+                begin(kept)
+                kept.fetched = kept.fetched * 1.01
+
+            store._begin = changed  # type: ignore[method-assign]
+        return {"inputs": sum(store.kept for store in self.models.host_activations)}
 
     def learning_rate(self, role: str) -> dict[str, Any]:
         """Optimizer steps taken, and the learning rate that the last one used."""

@@ -309,6 +309,26 @@ def fan_in(
 
 
 @app.command()
+def sizes(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Out = None,
+    model: Annotated[
+        str, typer.Option(help="folder with a config.json, weights or not, or qwen2.5-32b or llama-3.1-70b")
+    ] = "llama-3.1-70b",
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the machine")] = 8,
+) -> None:
+    """What a recipe needs of GPUs of 80 and 141 GB and of their host, with a model that need not be there."""
+    from penstock.benchmarks.sizes.estimate import measure
+    from penstock.benchmarks.sizes.shapes import shape_named
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = _load(recipe, overrides, folder)
+    result = measure(config, shape_named(model), gpus, command())
+    _finish(result, out, ("card", "phase", "GiB", "fits", "parts"))
+
+
+@app.command()
 def families(
     models: Annotated[
         list[str] | None,

@@ -33,7 +33,10 @@ WHERE_AND_DEADLINES = (
     "hosts.join_timeout_s",
     "hosts.silence_s",
 )
-OF_STEPS = ("steps", "checkpoint_every", "micro_batch_tokens", "gradient_checkpointing", "zero_stage")
+OF_STEPS = (
+    *("steps", "checkpoint_every", "micro_batch_tokens", "gradient_checkpointing", "zero_stage"),
+    *("offload", "offload_activations"),
+)
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,9 @@ OF_TRAIN = Resumable(
         *WHERE_AND_DEADLINES,
         "rollout.tensor_parallel",
         *("actor.zero_stage", "actor.offload_optimizer", "critic.zero_stage", "critic.offload_optimizer"),
+        *("actor.offload", "actor.offload_activations", "critic.offload", "critic.offload_activations"),
         *("actor.sequence_parallel", "critic.sequence_parallel", "actor.expert_parallel"),
-        "sft.zero_stage",
+        *("sft.zero_stage", "sft.offload", "sft.offload_activations"),
     ),
     sections=("groups", "faults"),
     unit="iterations",

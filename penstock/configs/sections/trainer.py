@@ -67,6 +67,17 @@ class TrainerConfig(Section):
         description="keep the optimizer's state and the float32 masters in host memory between updates, for a larger "
         "KV cache in the rollout; ZeRO stage 2 only, no effect on CPU",
     )
+    offload: Literal["nothing", "optimizer", "all"] = Field(
+        "nothing",
+        description="what of a large model lives in host memory for good, ZeRO stage 3 only; optimizer: float32 "
+        "masters, the optimizer's state and the sums of gradients, and steps are taken by the host's cores; all: the "
+        "shards of the weights, too; saves nothing on CPU",
+    )
+    offload_activations: bool = Field(
+        False,
+        description="where activations are recomputed, keep what each block begins with in host memory until the "
+        "backward pass; needs 'gradient_checkpointing' true, saves nothing on CPU",
+    )
     lora: LoraConfig | None = Field(
         None, description="train low-rank adapters and leave the weights as they are; null: train all weights"
     )
@@ -110,11 +121,33 @@ class TrainerConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _offload_for_good(self) -> Self:
+        if self.offload == "nothing":
+            return self
+        if self.zero_stage != 3:
+            raise ValueError(
+                f"'offload' {self.offload} needs 'zero_stage' 3, not {self.zero_stage}: the other stages keep all "
+                "weights on the device; stage 2 has 'offload_optimizer'"
+            )
+        if self.hpz:
+            raise ValueError("'hpz' does not go with 'offload': it spends the device's memory that the other saves")
+        return self
+
+    @model_validator(mode="after")
+    def _offload_activations(self) -> Self:
+        if self.offload_activations and self.gradient_checkpointing is not True:
+            raise ValueError(
+                "'offload_activations' needs 'gradient_checkpointing' true: what is kept of each block is its input"
+            )
+        return self
+
 
 OFFLOAD_REFUSED = {
     0: "without ZeRO there is nothing that DeepSpeed could move",
     1: "in bfloat16 DeepSpeed's optimizer of stage 1 cannot move its state, and stage 2 shards more",
-    3: "there DeepSpeed moves the state of an Adam of its own only, which has to be compiled on the machine",
+    3: "there DeepSpeed moves the state of an Adam of its own only, which has to be compiled on the machine; with "
+    "'offload' the state is in host memory for good",
 }
 
 

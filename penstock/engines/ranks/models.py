@@ -29,6 +29,7 @@ from penstock.engines.kernels.attention_kernel import choose_attention
 from penstock.engines.kernels.lm_head import Head
 from penstock.engines.kernels.sequence_parallel import ranks_together
 from penstock.engines.models.expert_parallel import cut_experts
+from penstock.engines.models.host_activations import HostActivations, keep_on_host
 from penstock.engines.models.loading import load_causal_lm
 from penstock.engines.models.models import compile_blocks
 from penstock.engines.rollout.engine import Generator
@@ -70,6 +71,7 @@ class RankModels:
         images: that rows name.
         tell: takes what the newest command tells ahead of its reply.
         usage: what the newest command did: tokens, FLOPs, seconds of collectives.
+        host_activations: of the trained models whose blocks keep their inputs in host memory.
     """
 
     rank: int
@@ -96,6 +98,7 @@ class RankModels:
     images: ImageFolder | None = None
     tell: Callable[[PartialResults | Step], None] = _unheard
     usage: dict[str, float] = field(default_factory=dict)
+    host_activations: list[HostActivations] = field(default_factory=list)
 
     def configure(self, config: TrainConfig) -> None:
         """Take over the configuration, before a model is loaded.
@@ -139,9 +142,12 @@ class RankModels:
             attach(lm, config.lora, self.config.seed)
         if isinstance(config, ActorConfig) and config.expert_parallel > 1:
             cut_experts(lm, ranks_together(config.expert_parallel))
+        if config.offload_activations:
+            self.host_activations.append(keep_on_host(lm))
         if config.zero_stage < 3:  # compiled code would not wait for DeepSpeed to gather the shards
             self.compiled(lm)
-        lm.to(self.device)
+        if config.offload == "nothing":  # else its shards alone go there, from host memory
+            lm.to(self.device)
         lay_fused_together(lm)
         return lm
 

@@ -37,6 +37,7 @@ class Computation:
     compiled: bool = False  # torch.compile recomputes in the backward pass what takes no matrix product
     gated: bool = False  # one product of gate, up and activation (kernels/gated_mlp.py), which recomputes the latter
     checkpointing: bool = False  # a block keeps its input alone and is computed again
+    on_host: bool = False  # those inputs wait in host memory (models/host_activations.py)
     exchanged: bool = False  # ranks exchange heads for tokens around attention (kernels/sequence_parallel.py)
 
 
@@ -163,14 +164,23 @@ def keys_per_token(prompt: int, response: int, samples: int) -> float:
     return (prompt + samples * (prompt + response)) / (prompt + samples * response)
 
 
+INPUTS_AT_A_TIME = 3  # on the device, where they wait in host memory: one used, one coming, one going
+
+
+def host_bytes(shape: ModelShape, computation: Computation, micro_batch: MicroBatch) -> int:
+    """Return the bytes of blocks' inputs that wait in host memory for the backward pass."""
+    return computation.width * shape.hidden_size * micro_batch.tokens * shape.layers if computation.on_host else 0
+
+
 def kept_bytes(shape: ModelShape, computation: Computation, micro_batch: MicroBatch) -> int:
     """Return the bytes that wait for the backward pass when the forward pass of a micro-batch has ended."""
     w, tokens = computation.width, micro_batch.tokens
     block = w * shape.hidden_size
     if not computation.checkpointing:
         block = total(layer_table(shape, computation, micro_batch.keys))
+    layers = min(INPUTS_AT_A_TIME, shape.layers) if computation.on_host else shape.layers
     of_responses = micro_batch.responses * total(response_table(shape, w))
-    return tokens * (shape.layers * block + total(model_table(shape, w))) + of_responses
+    return tokens * (layers * block + total(model_table(shape, w))) + of_responses
 
 
 def in_flight_bytes(shape: ModelShape, computation: Computation, micro_batch: MicroBatch) -> int:

@@ -25,6 +25,7 @@ from penstock.engines.rollout.batch_sizes import max_sequences
 from penstock.engines.sizing.activations import (
     Computation,
     MicroBatch,
+    host_bytes,
     in_flight_bytes,
     kept_bytes,
     keys_per_token,
@@ -48,6 +49,7 @@ LOGITS_CHUNKS = {"cuda": 2, "cpu": 8}  # the chunk and its gradient; where nothi
 REDUCE_BUCKET = 500_000_000
 BUCKETS = {"cuda": 2, "cpu": 1}
 LIVE_PARAMETERS = 1_000_000_000  # that ZeRO-3 holds gathered
+SUB_GROUP = 1_000_000_000  # elements that ZeRO-3 steps at a time
 GRADIENT = 4  # bytes: gradients are summed up in float32
 KV_BLOCK = 128  # tokens; vLLM hands out whole blocks
 USEFUL_SEQUENCES = 16  # with room for fewer at a time a rollout takes too long to be worth it
@@ -132,9 +134,50 @@ def slot_bytes(config: TrainConfig, rank: Rank, on_host: int) -> int:
 
 
 def offloaded_bytes(config: TrainConfig, rank: Rank) -> int:
-    """Return what a rank on a GPU keeps in its host's memory between updates, in locked pages of powers of two."""
-    offloaded = {name: one for name, one in _trained(config, rank).items() if one.offload_optimizer}
-    return sum(2 * _states(name, one, rank)[f"{name} masters and moments"] for name, one in offloaded.items())
+    """Return what a rank on a GPU keeps in its host's memory, the warm-up's or what follows it.
+
+    That is what moves there between updates, in locked pages of powers of two, and what lives there for good. The
+    inputs of blocks of several models are never there together.
+    """
+    resting, inputs = dict[str, int](), dict[str, int]()
+    for name, trainer in _trained(config, rank).items():
+        resting[name] = _living_on_host(name, trainer, rank, _models(name, config))
+        if trainer.offload_optimizer:
+            resting[name] = 2 * _states(name, trainer, rank)[f"{name} masters and moments"]
+        inputs[name] = _inputs_on_host(name, trainer, config, rank)
+    warm_up = resting.pop("sft", 0) + inputs.pop("sft", 0)
+    return max(warm_up, sum(resting.values()) + max(inputs.values(), default=0))
+
+
+def _living_on_host(name: str, trainer: TrainerConfig, rank: Rank, models: int) -> int:
+    """Return what ZeRO-Offload keeps: masters and states, sums of gradients twice, and shards of weights.
+
+    DeepSpeed sums gradients in one tensor and steps on copies of groups of it.
+    """
+    if trainer.offload == "nothing":
+        return 0
+    shape = _shape(name, rank)
+    part = shape.trained_parameters(trainer.lora) // rank.ranks
+    states = (state_bytes(trainer, shape) + master_bytes(trainer, shape)) // rank.ranks
+    groups, left = divmod(part, SUB_GROUP)
+    copies = groups * locked(GRADIENT * SUB_GROUP) + locked(GRADIENT * left)
+    weights = locked(rank.width * part) if trainer.offload == "all" else 0
+    return models * (states + locked(GRADIENT * part) + copies + weights)
+
+
+def locked(size: int) -> int:
+    """Return the bytes that torch takes for page-locked memory: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def _inputs_on_host(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank) -> int:
+    """Return the inputs of blocks that wait in host memory, each in page-locked memory of its own."""
+    if not trainer.offload_activations:
+        return 0
+    shape = _shape(name, rank)
+    computation = _computation(trainer, rank, shape, Recomputed(activations=True, logits=True))
+    micro_batch = _share(trainer, shape, _largest_micro_batch(trainer, config))
+    return shape.layers * locked(host_bytes(shape, computation, micro_batch) // shape.layers)
 
 
 def choose_recomputed(config: TrainConfig, rank: Rank, free: int) -> dict[str, Recomputed]:
@@ -248,6 +291,10 @@ def _states(name: str, trainer: TrainerConfig, rank: Rank, models: int = 1) -> P
         f"{name} weights": rank.width * weights // (rank.ranks if stage >= 3 else 1),
         f"{name} masters and moments": masters // (rank.ranks if stage >= 1 else 1),
     }
+    if rank.device == "cuda" and trainer.offload != "nothing":
+        del states[f"{name} masters and moments"]
+    if rank.device == "cuda" and trainer.offload == "all":
+        del states[f"{name} weights"]
     if trainer.hpz:
         states[f"{name} weights of the host"] = rank.width * weights // rank.ranks_on_host
     if stage <= 1 and rank.width == 2:  # DeepSpeed's other optimizer: it keeps a buffer of all gradients for good
@@ -291,6 +338,8 @@ def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, 
     computation = _computation(trainer, rank, shape, recomputed)
     trained = shape.trained_parameters(trainer.lora)
     gradients = GRADIENT * (trained // rank.ranks if stage >= 2 else trained - experts_elsewhere(trainer, shape))
+    if trainer.offload != "nothing":  # summed in host memory, and copied there for the step
+        gradients = 0 if rank.device == "cuda" else 2 * gradients
     waiting = kept_bytes(shape, computation, micro_batch)
     if not recomputed.activations:
         waiting += _kept_by_adapters(trainer, rank, shape, micro_batch)
@@ -320,6 +369,7 @@ def _computation(trainer: TrainerConfig, rank: Rank, shape: ModelShape, recomput
         gated=rank.gated_mlp and summed and bool(shape.family.gated_mlps),
         checkpointing=recomputed.activations,
         exchanged=ranks_together(trainer) > 1,
+        on_host=trainer.offload_activations and rank.device == "cuda",
     )
 
 
@@ -409,7 +459,10 @@ def _start(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig]
     weights, models = f"{last} weights", _models(last, config)
     shape, trainer = _shape(last, rank), trained[last]
     moved = rank.width * (shape.trained_parameters(trainer.lora) - experts_elsewhere(trainer, shape))
-    return rest | {weights: _states(last, trained[last], rank, models)[weights], "flattening": moved}
+    if trainer.offload != "nothing":  # sharded parameter by parameter on the way from host memory
+        moved = rank.width * shape.vocabulary * shape.hidden_size
+    states = _states(last, trainer, rank, models)
+    return rest | {weights: states.get(weights, 0), "flattening": moved}
 
 
 def _forward(config: TrainConfig, rank: Rank) -> int:

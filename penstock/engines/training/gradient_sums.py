@@ -21,6 +21,9 @@ def summed_gradient(module: nn.Module, optimizer: Any) -> list[Tensor]:
     if isinstance(optimizer, BF16_Optimizer):
         return list(optimizer.fp32_groups_gradients_flat)
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        if optimizer.offload_optimizer:  # copies in host memory, and norms that were taken of them before
+            sums = [master.grad for master in optimizer.fp32_partitioned_groups_flat]
+            return [*sums, *optimizer.norm_for_param_grads.values()]
         return [optimizer.grad_partitions_flat_buffer]
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         return [tensor for group in optimizer.averaged_gradients.values() for tensor in group]

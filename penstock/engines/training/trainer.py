@@ -120,6 +120,8 @@ class Trainer:
             flatten_in_place(parameters)
         gather_within_hosts(config.hpz)
         tell_deepspeed(module)
+        if config.offload != "nothing":
+            self.device = shard_on_the_way(module, deepspeed_config(config, dtype), dtype)
         self.engine, self._optimizer, *_ = deepspeed.initialize(
             model=module,
             optimizer=make_optimizer(named, config.optimizer),
@@ -329,12 +331,32 @@ def deepspeed_config(config: TrainerConfig, dtype: torch.dtype) -> dict[str, Any
             **({"zero_hpz_partition_size": ON_THIS_HOST} if config.hpz else {}),
             "round_robin_gradients": False,  # would scatter the fused groups over the flat buffer
             "overlap_comm": torch.cuda.is_available(),
+            **offloaded(config),
         },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "gradient_clipping": config.optimizer.max_grad_norm,
         "steps_per_print": 1 << 60,
     }
+
+
+def offloaded(config: TrainerConfig) -> dict[str, Any]:
+    """Return what DeepSpeed is told of what lives in host memory (ZeRO-Offload, arXiv 2101.06840)."""
+    sections = {"nothing": (), "optimizer": ("offload_optimizer",), "all": ("offload_optimizer", "offload_param")}
+    return {section: {"device": "cpu", "pin_memory": True} for section in sections[config.offload]}
+
+
+def shard_on_the_way(module: nn.Module, settings: dict[str, Any], dtype: torch.dtype) -> torch.device:
+    """Shard a model in host memory, parameter by parameter; return the device, which never holds all of it at once.
+
+    DeepSpeed would move the whole model there first. Every rank calls it; rank 0's weights are everyone's.
+    """
+    remote = "cpu" if "offload_param" in settings["zero_optimization"] else None
+    init = deepspeed.zero.Init(module, config_dict_or_path=settings, dtype=dtype, remote_device=remote, pin_memory=True)
+    device: torch.device = init.local_device
+    for buffer in module.buffers():
+        buffer.data = buffer.data.to(device)
+    return device
 
 
 def reduce_sums(totals: dict[str, torch.Tensor], device: torch.device) -> dict[str, float]:

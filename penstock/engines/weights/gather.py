@@ -35,6 +35,7 @@ class Gathering:
     outputs: Sequence[torch.Tensor]  # flat, whole
     _work: Any
     _padded: list[tuple[torch.Tensor, torch.Tensor]]
+    _shards: list[torch.Tensor]  # copies of those in host memory have to live until all is there
 
     def finish(self) -> None:
         """Let the device's current stream wait until the outputs hold the parameters."""
@@ -55,8 +56,8 @@ class Shards:
 
     def empty(self) -> torch.Tensor:
         """Return an empty tensor of the shards' dtype and device."""
-        shard: torch.Tensor = next(iter(self._parameters.values())).ds_tensor
-        return shard.new_empty(0)
+        parameter = next(iter(self._parameters.values()))
+        return parameter.ds_tensor.new_empty(0, device=parameter.device)
 
     def gather(self, names: Sequence[str], outputs: Sequence[torch.Tensor]) -> Gathering:
         """Begin to gather parameters into flat outputs of their size; every rank calls it alike.
@@ -75,9 +76,9 @@ class Shards:
             else:
                 whole.append(output.new_empty(size))
                 padded.append((output, whole[-1]))
-            shards.append(parameter.ds_tensor)
+            shards.append(self._shard(parameter))
         work = self._group.allgather_into_tensor_coalesced(whole, shards) if shards else None
-        return Gathering(names, outputs, work, padded)
+        return Gathering(names, outputs, work, padded, shards)
 
     def look_at(self, gathering: Gathering) -> None:
         """Sum what arrived, a sum for each shard that it should come from."""
@@ -98,7 +99,12 @@ class Shards:
     def _own_sum(self, parameter: Any) -> torch.Tensor:
         size = parameter.ds_tensor.numel()
         filled = min(max(parameter.ds_numel - self._rank * size, 0), size)
-        return word_sum(parameter.ds_tensor[:filled])
+        return word_sum(self._shard(parameter)[:filled])
+
+    def _shard(self, parameter: Any) -> torch.Tensor:
+        """Return this rank's part on the device, also of weights that live in host memory (`actor.offload`)."""
+        shard: torch.Tensor = parameter.ds_tensor.to(parameter.device, non_blocking=True)
+        return shard
 
 
 class GatherReshard:

@@ -1,0 +1,1 @@
+"""What a recipe needs with a model that need not be there."""
