@@ -160,6 +160,11 @@ def _digest(content: bytes) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> 1
 
 
+def names_in_run(numbers: np.ndarray) -> list[str]:
+    """Return where images lie in a run folder, by what `placed` says of them."""
+    return [f"data/images/{digest:016x}" for digest in numbers.reshape(-1, 4)[:, 0].tolist()]
+
+
 def placed(
     tokens: np.ndarray, image_token: int, images: Sequence[tuple[int, int, int]], where: str
 ) -> tuple[np.ndarray, np.ndarray]:
