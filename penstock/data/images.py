@@ -61,6 +61,11 @@ class ImageFolder:
         """How many patches, along each side, become one token."""
         return int(self._processor.merge_size)
 
+    @property
+    def pixels_of_token(self) -> int:
+        """How many pixels, along each side, become one token."""
+        return self.merged * int(self._processor.patch_size)
+
     def keep(self, content: bytes) -> tuple[int, int, int]:
         """Keep an image; return its digest (63 bits of SHA-256), and how many rows and columns of tokens it has."""
         digest = _digest(content)
