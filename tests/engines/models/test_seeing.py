@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.configs.sections.trainer import LoraConfig
 from penstock.data.images import ImageFolder
@@ -22,6 +23,7 @@ from penstock.engines.kernels.lm_head import Head, Reference
 from penstock.engines.models.loading import load_causal_lm
 from penstock.engines.models.models import PackedCritic, PackedPolicy
 from penstock.engines.models.seeing import sight_of
+from penstock.engines.ranks.models import RankModels
 from penstock.engines.weights.lora import adapted_layers, attach, merged_state
 from tests.engines.seeing import (
     PROMPTS,
@@ -186,6 +188,15 @@ def test_a_row_of_text_is_as_in_a_file_without_images(model: Path, seen: Seen) -
     text = Rows(seen.prompts, seen.responses, seen.rows().mask, {})
     with torch.no_grad():
         assert torch.allclose(_logprobs(policy, text, [row]), _logprobs(policy, seen.rows(), [row]), atol=1e-6)
+
+
+def test_only_a_benchmark_sees_on_a_gpu(model: Path, tmp_path: Path) -> None:
+    """A rank of a training refuses images there; the control is the benchmark's, which shows whether it could."""
+    ranks = [RankModels(0, 1, torch.device("cuda"), images_on_gpus=allowed) for allowed in (False, True)]
+    with pytest.raises(UserError, match="on CPUs alone"):
+        ranks[0].see(str(tmp_path), str(model))
+    ranks[1].see(str(tmp_path), str(model))
+    assert ranks[1].images is not None
 
 
 def test_an_image_that_reaches_beyond_its_prompt_is_noticed(seen: Seen) -> None:
