@@ -242,7 +242,10 @@ def check_images(config: TrainConfig) -> None:
     if tiny is not None and tiny.encoder is None:
         raise ValueError("'data' has images, and the tiny model sees none: add 'model.tiny.encoder: {}'")
     trainers = {"actor": config.actor, "sft": config.sft, "critic": config.critic}
+    stream = config.rollout.stream
     given = {
+        "elastic groups": any(group.elastic for group in config.groups.values()),
+        "rollout.stream.keep_kv_cache": stream is not None and stream.keep_kv_cache,
         "environment.agents": bool(config.players),
         "critic.path": config.critic is not None and config.critic.path is not None,
         "reward.model": config.reward.model is not None,
@@ -254,7 +257,7 @@ def check_images(config: TrainConfig) -> None:
     if config.model.train_encoder:
         beside = " beside 'model.train_encoder'"
         given |= {f"{name}.lora{beside}": bool(part and part.lora) for name, part in trainers.items()}
-        given |= {f"rollout.stream{beside}": config.rollout.stream is not None}
+        given |= {f"rollout.stream{beside}": stream is not None}
     if names := [name for name, is_given in given.items() if is_given]:
         raise ValueError(
             f"rows with images do not go with {', '.join(names)}: that trainer and rollout agree there is not shown "
