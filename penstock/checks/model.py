@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -422,9 +423,11 @@ def refuse_head_size(shape: ModelShape, remedy: str = "use a model with other he
 
 
 def shape_of(config: TrainConfig, role: Role = "actor") -> ModelShape:
-    if role == "critic" and config.critic is not None and config.critic.path is not None:
-        return read_shape(Path(config.critic.path))
+    """Return the sizes of the model of a role."""
     if role == "reward":
         return read_shape(Path(str(config.reward.model)))
-    tiny = config.model.tiny
-    return tiny_shape(tiny) if tiny is not None else read_shape(Path(str(config.model.path)))
+    tiny, path = config.model.tiny, str(config.model.path)
+    if role == "critic" and config.critic is not None and config.critic.path is not None:
+        tiny, path = None, config.critic.path
+    shape = tiny_shape(tiny) if tiny is not None else read_shape(Path(path))
+    return replace(shape, encoder_learns=config.model.train_encoder)

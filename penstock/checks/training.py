@@ -115,6 +115,11 @@ def check_environment(config: TrainConfig) -> None:
             "remove rollout.carry or rollout.stream; rollout.tail waits for no long episode either, but not with "
             "algorithm.dynamic_sampling, whose further rounds go on with episodes",
         )
+    if config.data.image_column is not None and asks_policy(config.environment):
+        raise UserError(
+            f"'{config.environment.type}' asks the policy by messages of its own, where images of rows have no place",
+            "use an environment that answers the policy, or rows without images",
+        )
     if config.players and config.data.chat and (stop := ends_turns_at(config.environment)):
         raise UserError(
             f"'{config.environment.type}' ends turns at {', '.join(map(repr, stop))}, and what an agent is shown later "

@@ -147,6 +147,8 @@ class PairConfig(Recipe):
     def _network(self) -> Self:
         if self.model.tiny is not None and self.model.tiny.encoder is not None:
             raise ValueError("'model.tiny.encoder': rows of preferences have no images: remove it")
+        if self.model.train_encoder:
+            raise ValueError("'model.train_encoder': rows of preferences have no images: remove it")
         if self.devices.hosts:
             fill(self, hosts=HostsConfig())
         elif self.hosts is not None:

@@ -236,22 +236,28 @@ def check_images(config: TrainConfig) -> None:
             raise ValueError(
                 "'model.tiny.encoder' has nothing to see: give 'data.squares' or 'data.images', or remove it"
             )
+        if config.model.train_encoder:
+            raise ValueError("'model.train_encoder': rows have no images to train it with: remove it")
         return
     if tiny is not None and tiny.encoder is None:
         raise ValueError("'data' has images, and the tiny model sees none: add 'model.tiny.encoder: {}'")
-    trainers = {"actor": config.actor, "sft": config.sft}
+    trainers = {"actor": config.actor, "sft": config.sft, "critic": config.critic}
+    stream = config.rollout.stream
     given = {
-        "environment": config.environment is not None,
-        "critic": config.critic is not None,
+        "elastic groups": any(group.elastic for group in config.groups.values()),
+        "rollout.stream.keep_kv_cache": stream is not None and stream.keep_kv_cache,
+        "environment.agents": bool(config.players),
+        "critic.path": config.critic is not None and config.critic.path is not None,
         "reward.model": config.reward.model is not None,
-        "groups": bool(config.groups),
-        "actor.sequence_parallel": config.actor.sequence_parallel > 1,
-        "algorithm.kl.estimator: full": config.algorithm.full_kl,
-        **{f"rollout.{name}": getattr(config.rollout, name) is not None for name in ("tail", "carry", "stream")},
         "rollout.tensor_parallel above 1": config.rollout.tensor_parallel > 1,
-        **{f"{name}.lora": part is not None and part.lora is not None for name, part in trainers.items()},
+        "actor.sequence_parallel": config.actor.sequence_parallel > 1,
+        "critic.sequence_parallel": config.critic is not None and config.critic.sequence_parallel > 1,
         **{f"{name}.zero_stage 3": part is not None and part.zero_stage == 3 for name, part in trainers.items()},
     }
+    if config.model.train_encoder:
+        beside = " beside 'model.train_encoder'"
+        given |= {f"{name}.lora{beside}": bool(part and part.lora) for name, part in trainers.items()}
+        given |= {f"rollout.stream{beside}": stream is not None}
     if names := [name for name, is_given in given.items() if is_given]:
         raise ValueError(
             f"rows with images do not go with {', '.join(names)}: that trainer and rollout agree there is not shown "

@@ -61,6 +61,11 @@ class ImageFolder:
         """How many patches, along each side, become one token."""
         return int(self._processor.merge_size)
 
+    @property
+    def pixels_of_token(self) -> int:
+        """How many pixels, along each side, become one token."""
+        return self.merged * int(self._processor.patch_size)
+
     def keep(self, content: bytes) -> tuple[int, int, int]:
         """Keep an image; return its digest (63 bits of SHA-256), and how many rows and columns of tokens it has."""
         digest = _digest(content)
@@ -158,6 +163,11 @@ def _read(path: Path, where: str) -> bytes:
 
 def _digest(content: bytes) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> 1
+
+
+def names_in_run(numbers: np.ndarray) -> list[str]:
+    """Return where images lie in a run folder, by what `placed` says of them."""
+    return [f"data/images/{digest:016x}" for digest in numbers.reshape(-1, 4)[:, 0].tolist()]
 
 
 def placed(

@@ -24,6 +24,7 @@ from penstock.reports.headline import Headline, headlines
 from penstock.reports.losses import Loss, losses_of
 from penstock.reports.plots import metrics_frame, plot_run, task_times
 from penstock.reports.samples.page import SAMPLES_PAGE
+from penstock.reports.samples.thumbnails import Thumbnails
 from penstock.state.events import read_events
 from penstock.state.run_folder import RunFolder, read_metrics
 
@@ -98,7 +99,8 @@ def write_report(
     Args:
         run_folder: holds `metrics.jsonl` and `config.yaml`, and `summary.json` once the run has ended.
         links: label to address or path, e.g. the MLflow run, the Prefect flow run, the run folder.
-        samples: rows (or a Parquet file of rows) with `prompt` and `response` as text and `reward` as a number.
+        samples: rows (or a Parquet file of rows) with `prompt` and `response` as text and `reward` as a number;
+            `images` names those of the prompt in the run folder, with spaces between.
         resume: the command that continues this run; shown unless the run is complete.
         summary: what `summary.json` will say, of a run that is just ending; default: what it says.
     """
@@ -111,6 +113,7 @@ def write_report(
     templates = Environment(
         loader=PackageLoader("penstock.reports"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
+    templates.filters["thumbnails"] = Thumbnails(RunFolder(run_folder))
     page = folder / "index.html"
     write_text(page, templates.get_template("report.html.j2").render(vars(report)))
     write_text(folder / "report.md", _markdown(report))

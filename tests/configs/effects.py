@@ -43,6 +43,7 @@ TRAIN = {
     "model.revision": "checks/test_hub.py::test_a_run_keeps_folder_and_commit",
     "model.trust_remote_code": "checks/test_model_code.py::test_the_key_without_effect_is_refused",
     "model.code": "checks/test_model_code.py::test_a_run_notes_the_code_and_trusts_no_other",
+    "model.train_encoder": "engines/families/test_images.py::test_vllm_and_trainer_see_the_same",
     "model.tiny.encoder.*": "data/test_images.py::test_what_is_not_shown_with_images_is_refused",
     "model.tiny.*": "checks/test_tiny_shape.py::test_the_assumed_sizes_are_the_real_ones",
     "model.attention": "checks/test_head_size.py::test_a_kernel_of_other_devices_is_refused",

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from penstock.base.errors import UserError
+from penstock.checks.training import check_environment
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.data import SquaresData
 from penstock.data.images import check_images, read_images
@@ -71,3 +72,22 @@ def test_what_is_not_shown_with_images_is_refused() -> None:
     for more in ({"actor": {"zero_stage": 3}}, {"rollout": {"tensor_parallel": 2}}, {"model": {"tiny": {}}}):
         with pytest.raises(ValueError, match="images"):
             TrainConfig.model_validate({**rows, **more})
+    learns = {**rows, "model": {**rows["model"], "train_encoder": True}}
+    TrainConfig.model_validate({**learns, "rollout": {"carry": {}}})
+    adapted = {"actor": {"lora": {"rank": 4}}}
+    TrainConfig.model_validate({**rows, **adapted})
+    with pytest.raises(ValueError, match="actor.lora beside 'model.train_encoder'"):
+        TrainConfig.model_validate({**learns, **adapted})
+    with pytest.raises(ValueError, match="no images to train it with"):
+        TrainConfig.model_validate({"model": {"train_encoder": True}})
+
+
+def test_an_agent_has_no_place_for_images() -> None:
+    """It asks by messages of its own. Control: an environment that answers the policy is none."""
+    rows = {"data": {"squares": {}}, "model": {"tiny": {"encoder": {}}}}
+    of_type = "penstock.environments.calculator:{}"
+    check_environment(TrainConfig.model_validate({**rows, "environment": {"type": of_type.format("Calculator")}}))
+    with pytest.raises(UserError, match="images of rows have no place"):
+        check_environment(
+            TrainConfig.model_validate({**rows, "environment": {"type": of_type.format("CalculatorAgent")}})
+        )

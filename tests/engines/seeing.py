@@ -1,4 +1,4 @@
-"""A tiny model that sees, pictures, and rows that name them, for tests; and what the library makes of a row."""
+"""Tiny models that see, pictures, and rows that name them, for tests; and what the library makes of a row."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig
 
 from penstock.base.ragged import Ragged
 from penstock.configs.sections.model import TinyEncoder, TinyModel
@@ -21,6 +21,7 @@ from penstock.engines.batches.packing import Rows
 from penstock.engines.families.tiny import SPECIAL
 from penstock.engines.models.tiny import make_tiny_model
 
+SEEING = ("qwen2_5_vl", "qwen3_vl")
 TINY = TinyModel(
     hidden_size=64,
     heads=2,
@@ -35,14 +36,61 @@ SIZES = ((56, 56), (56, 56), (28, 84), (140, 252))  # pixels: 4, 4, 3 and 45 tok
 PROMPTS = ((0,), (0,), (1,), (), (2, 0), (3,))  # pictures of each prompt
 
 
-def write_seeing_model(folder: Path) -> Path:
-    """Write a tiny Qwen2.5-VL with random weights, wide enough that every wrong one shows."""
+def write_seeing_model(folder: Path, family: str = "qwen2_5_vl") -> Path:
+    """Write a tiny model of one of `SEEING` with random weights, wide enough that every wrong one shows."""
     folder.mkdir(parents=True)
     vocabulary = make_byte_tokenizer(folder, special=[*SPECIAL.values()])
     tokenizer = load_tokenizer(str(folder))
     special = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in SPECIAL.items()}
-    make_tiny_model(folder, TINY, vocabulary, tokenizer.eos_token_id, tokenizer.pad_token_id, 0, special)
+    ends = tokenizer.eos_token_id, tokenizer.pad_token_id
+    make_tiny_model(folder, TINY, vocabulary, *ends, 0, special)
+    if family == "qwen3_vl":
+        _write_qwen3_vl(folder, vocabulary, *ends, special)
     return folder
+
+
+def _write_qwen3_vl(folder: Path, vocabulary: int, eos: int, pad: int, special: dict[str, int]) -> None:
+    """Write a Qwen3-VL in place of the model in a folder: two levels of images, as many as layers in the decoder."""
+    decoder = {
+        "vocab_size": vocabulary,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "mrope_section": [6, 5, 5],
+            "mrope_interleaved": True,
+        },
+        "initializer_range": 64**-0.5,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+        "bos_token_id": None,
+    }
+    encoder = {
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 14,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+        "initializer_range": 128**-0.5,
+    }
+    config = AutoConfig.for_model("qwen3_vl", text_config=decoder, vision_config=encoder, **special)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        for name, values in model.named_parameters():
+            if values.ndim == 1 or "pos_embed" in name:  # norms of 1 and biases of 0 would hide wrong ones
+                values.data.add_(torch.randn_like(values), alpha=0.2)
+    model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)
+    model.save_pretrained(folder)
 
 
 @dataclass(frozen=True)
@@ -93,7 +141,20 @@ def library_model(folder: Path) -> Any:
 
 
 def library_logprobs(lm: Any, seen: Seen, row: int) -> torch.Tensor:
-    """Log-probs_T of a row's response, by the library alone: it finds the positions, and where images go."""
+    """Log-probs_T of a row's response, by the library alone."""
+    targets_T = torch.from_numpy(seen.responses.row(row).astype(np.int64))
+    return library_distributions(lm, seen, row).gather(-1, targets_T[:, None])[:, 0]
+
+
+def library_distributions(lm: Any, seen: Seen, row: int) -> torch.Tensor:
+    """Log-probs_TV of all tokens at the places of a row's response."""
+    states_TH = library_states(lm, seen, row)
+    logprobs_TV: torch.Tensor = lm.lm_head(states_TH).log_softmax(-1)
+    return logprobs_TV
+
+
+def library_states(lm: Any, seen: Seen, row: int) -> torch.Tensor:
+    """Last hidden states_TH that predict a row's response; the library finds the positions, and where images go."""
     tokens = torch.from_numpy(np.concatenate([seen.prompts.row(row), seen.responses.row(row)]).astype(np.int64))[None]
     given: dict[str, Any] = {}
     if digests := seen.images.row(row).reshape(-1, NUMBERS)[:, 0].tolist():
@@ -104,5 +165,5 @@ def library_logprobs(lm: Any, seen: Seen, row: int) -> torch.Tensor:
             "mm_token_type_ids": (tokens == lm.config.image_token_id).int(),
         }
     length = len(seen.responses.row(row))
-    logprobs_TV = lm(input_ids=tokens, **given).logits[0, -length - 1 : -1].log_softmax(-1)
-    return logprobs_TV.gather(-1, tokens[0, -length:, None])[:, 0]
+    states_TH: torch.Tensor = lm.model(input_ids=tokens, **given).last_hidden_state[0, -length - 1 : -1]
+    return states_TH

@@ -8,6 +8,9 @@ mean difference of log-probs:
 - `exported`: vLLM's with those that the library has of the folder that was written;
 - `stale`: the control, vLLM's before the update with the actor's after it.
 
+A model that sees images has one in each prompt, on GPUs as well, where trainings with images are refused so far: this
+is what shows whether they could be.
+
 Anyone can run it on a folder of a model of their own, small enough for one device. Left out: speed, and how well a
 model learns.
 """
@@ -15,6 +18,7 @@ model learns.
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +31,7 @@ import numpy as np
 
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
+from penstock.benchmarks.families.pictures import pictures_for
 from penstock.benchmarks.reporting.result import BenchResult, new_result
 from penstock.benchmarks.workload.experience import lognormal_lengths, write_experience
 from penstock.benchmarks.workload.families import FAMILIES, write_family
@@ -69,11 +74,16 @@ COLUMNS = ("family", "served_by", "packed", "gradient", "rollout", "lora", "expo
 
 @dataclass(frozen=True)
 class LibraryLogprobs(Command[TokenValues]):
-    """Log-probs of responses, as the library computes them of the model in `folder`."""
+    """Log-probs of responses, as the library computes them of the model in `folder`, NaN where it cannot.
+
+    `images`: numbers of each prompt's images, kept in the folder `pictures`.
+    """
 
     folder: str
     prompts: Ragged
     responses: Ragged
+    images: Ragged | None = None
+    pictures: str | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +99,7 @@ class CompareGradients(Command[GradientGap]):
 
     folder: str
     path: str
+    pictures: str | None = None
 
 
 def measure(command: str, names: Sequence[str]) -> BenchResult:
@@ -178,25 +189,35 @@ class _Model:
             },
             "actor": {"lora": {"rank": 4, "alpha": 8}} if lora else {},
         }
+        self._seen = pictures_for(folder, read_settings(folder), work)
+        self._place = None if self._seen is None else str(self._seen.place)
+        if self._seen is not None:
+            sections["data"]["images"] = "images"
         config = TrainConfig.model_validate(sections).model_dump(mode="json")
-        self._built: Built = self._ask(Build(config, str(folder), ("actor", "rollout")))
+        self._built: Built = self._ask(Build(config, str(folder), ("actor", "rollout"), images=self._place))
         self._ask(Reshard(0))
-        vocabulary = read_shape(folder).vocabulary
+        vocabulary = read_shape(folder).vocabulary if self._seen is None else self._seen.words
         generator = np.random.default_rng(0)
         self._prompts = Ragged.of([generator.integers(2, vocabulary, PROMPT) for _ in range(4)], np.int32)
+        self._images: Ragged | None = None
         lengths = lognormal_lengths(ROWS, PROMPT, mean=8, longest=RESPONSE)
         self._experience = write_experience(work / "experience.parquet", lengths, vocabulary, 0, SAMPLES)
+        if self._seen is not None:
+            self._prompts, self._images = self._seen.put(self._prompts)
+            self._seen.put_into(Path(self._experience.path))
 
     def measured(self) -> dict[str, Any]:
         """Return the figures."""
         before = self._sampled()
         ours = self._logprobs(before.responses, before.positions_P)
         library = self._library(self._folder, before)
-        gradient = self._ask(CompareGradients(str(self._folder), self._experience.path)).share
+        gradient = self._ask(CompareGradients(str(self._folder), self._experience.path, self._place)).share
         rollout = self.gap_after_an_update()
         stale = self._logprobs(before.responses, before.positions_P) - before.logprobs_T
         after, exported = self._sampled(), self._work / "exported"
         self._ask(Export(str(exported)))
+        if self._seen is not None:
+            shutil.copy(self._folder / "preprocessor_config.json", exported)
         written = self._library(exported, after)
         return {
             "strategy": self._built.strategy,
@@ -218,18 +239,25 @@ class _Model:
 
     def _sampled(self) -> SampledTokens:
         self._sent += 1
-        sampled: SampledTokens = self._ask(SampleToCompare(self._sent, self._prompts, TOKENS, [0, self._sent]))
+        asked = SampleToCompare(self._sent, self._prompts, TOKENS, [0, self._sent], images=self._images)
+        sampled: SampledTokens = self._ask(asked)
         return sampled
 
     def _library(self, folder: Path, sampled: SampledTokens) -> np.ndarray:
-        prompts = self._prompts.take(sampled.positions_P)
-        reply: TokenValues = self._ask(LibraryLogprobs(str(folder), prompts, sampled.responses))
+        prompts, images = self._asked(sampled.positions_P)
+        reply: TokenValues = self._ask(
+            LibraryLogprobs(str(folder), prompts, sampled.responses, images, None if images is None else self._place)
+        )
         return reply.values_T
 
     def _logprobs(self, responses: Ragged, positions_P: np.ndarray) -> np.ndarray:
-        prompts = self._prompts.take(positions_P)
-        reply: TokenValues = self._ask(LogprobsToCompare(prompts, responses, budget=1024))
+        prompts, images = self._asked(positions_P)
+        reply: TokenValues = self._ask(LogprobsToCompare(prompts, responses, budget=1024, images=images))
         return from_ranks([reply], responses.lengths_B).values_T
+
+    def _asked(self, positions_P: np.ndarray) -> tuple[Ragged, Ragged | None]:
+        """Return the prompts that responses are to, and their images."""
+        return self._prompts.take(positions_P), None if self._images is None else self._images.take(positions_P)
 
     def _ask(self, command: Command[Any]) -> Any:
         self._sent += 1
@@ -243,7 +271,7 @@ def _explained() -> float:
 
 
 def _mean(difference_T: np.ndarray) -> float:
-    return float(np.abs(difference_T).mean())
+    return float(np.nanmean(np.abs(difference_T)))
 
 
 @contextmanager

@@ -84,6 +84,24 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen 3 Next": ("qwen3_next", {**EXPERTS, **LINEAR}),
     "Mamba 2": ("mamba2", {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1}),
 }
+SPECIAL = {"image": 60, "video": 61, "vision_start": 62, "vision_end": 63}  # tokens of models that see
+ROTARY = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}
+ENCODER = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_heads": 2,
+    "out_hidden_size": SIZES["hidden_size"],
+    "patch_size": 14,
+    "initializer_range": 0.1,
+}
+SEEING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # model type: settings of the decoder, of the encoder
+    "qwen2_5_vl": ({"rope_parameters": ROTARY}, {"fullatt_block_indexes": [1]}),
+    "qwen3_vl": (
+        {"rope_parameters": {**ROTARY, "mrope_interleaved": True}},
+        {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+    ),
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {}),
     "Mistral": ("mistral", {}),
@@ -126,6 +144,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Command A+": ("cohere2_moe", {**EXPERTS, "logit_scale": 0.25, "sliding_window": 64, **BY_TURNS}),
     "Granite MoE": ("granitemoe", {**EXPERTS, **SCALED}),
+    "Qwen 2.5 VL": ("qwen2_5_vl", {}),
+    "Qwen 3 VL": ("qwen3_vl", {}),
     **REFUSED,
 }
 
@@ -133,19 +153,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def write_family(name: str, folder: Path) -> Path:
     """Write the tiny model of a family with a byte tokenizer beside it; the same weights each time."""
     import torch
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING
     from transformers.utils import logging
 
     from penstock.data.tokenizer import make_byte_tokenizer
+    from penstock.engines.models.loading import kind_for
+    from penstock.engines.models.tiny import write_image_processor
 
     model_type, settings = FAMILIES[name]
     logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**{**SIZES, **settings}))
+        config = CONFIG_MAPPING[model_type](**_seeing(model_type) or {**SIZES, **settings})
+        model = kind_for(config).from_config(config)
         for value_name, value in (*model.named_parameters(), *model.named_buffers()):
             if value_name.endswith("bias"):  # zero at first: a lost bias would not show
                 torch.nn.init.normal_(value, std=0.3)
     model.save_pretrained(folder)
     make_byte_tokenizer(folder)
+    if model_type in SEEING:
+        write_image_processor(folder)
     return folder
+
+
+def _seeing(model_type: str) -> dict[str, Any]:
+    """Return the settings of a model that sees; none for one of text."""
+    if model_type not in SEEING:
+        return {}
+    decoder, encoder = SEEING[model_type]
+    special = {f"{name}_token_id": token for name, token in SPECIAL.items()}
+    return {"text_config": {**SIZES, **decoder}, "vision_config": {**ENCODER, **encoder}, **special}

@@ -74,6 +74,9 @@ class ModelConfig(Section):
         None, description="that code's files with the SHA-256 of each: a run notes them here, and loads no others"
     )
     tiny: TinyModel | None = Field(None, description="make a tiny random model instead of loading one")
+    train_encoder: bool = Field(
+        False, description="train the encoder of images, too, in the warm-up and afterwards; otherwise it rests"
+    )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="dtype of the weights in training and rollout; auto: bfloat16 on GPU, float32 on CPU"
     )

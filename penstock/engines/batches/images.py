@@ -14,6 +14,7 @@ whole rows. Left out: the images themselves (penstock/data/images.py), their fea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,15 +68,17 @@ class ImageTokens:
         positions_3R[2, seen_R] += self.column_C[codes_M]
         return positions_3R
 
-    def packed(self, tokens_N: np.ndarray, positions_3N: np.ndarray, device: torch.device) -> PackedImages:
-        """Return what a run with these tokens has of the images."""
+    def packed(
+        self, tokens_N: np.ndarray, positions_3N: np.ndarray, put: Callable[[np.ndarray], torch.Tensor]
+    ) -> PackedImages:
+        """Return what a run with these tokens has of the images; `put` brings an array to the device."""
         at_M = np.flatnonzero(tokens_N < 0)
         codes_M = -1 - tokens_N[at_M]
         used, which_M = np.unique(np.searchsorted(self.offsets_I1, codes_M, "right") - 1, return_inverse=True)
         begins = offsets_of(np.diff(self.offsets_I1)[used])[:-1]
         feature_M = codes_M - self.offsets_I1[used][which_M] + begins[which_M]
-        arrays = (torch.from_numpy(np.ascontiguousarray(array)) for array in (at_M, feature_M, positions_3N))
-        return PackedImages(tuple(self.digests_I[used].tolist()), *(array.to(device) for array in arrays))
+        arrays = (put(np.ascontiguousarray(array)) for array in (at_M, feature_M, positions_3N))
+        return PackedImages(tuple(self.digests_I[used].tolist()), *arrays)
 
 
 def with_images(prompts: Ragged, images: Ragged) -> tuple[Ragged, ImageTokens]:

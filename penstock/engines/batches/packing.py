@@ -278,7 +278,7 @@ def pack(rows: Rows, index: list[int], device: torch.device, ranks: RankSet = AL
     images = None
     if rows.images is not None:
         positions_3R = rows.images.positions(whole.values_T, whole.lengths_B)
-        images = rows.images.packed(tokens_N, positions_3R[:, own_R], device)
+        images = rows.images.packed(tokens_N, positions_3R[:, own_R], functools.partial(to_device, device=device))
     place_B = np.empty_like(chosen_B)
     place_B[arranged.order_B] = np.arange(len(chosen_B))
     response_T = into((starts_B + arranged.prompts_B)[place_B], responses_B)  # index into R

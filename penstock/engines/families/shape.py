@@ -56,7 +56,8 @@ class ModelShape:
     model_type: str = ""
     experts: ExpertSizes | None = None
     dense_layers: int = 0  # of a mixture: those that have an MLP in place of experts
-    frozen: int = 0  # of the parameters: an encoder of images, which no update touches
+    encoder: int = 0  # of the parameters: those of an encoder of images
+    encoder_learns: bool = False
 
     @property
     def family(self) -> Family:
@@ -111,7 +112,9 @@ class ModelShape:
 
     def trained_parameters(self, lora: LoraConfig | None) -> int:
         """Parameters that get a gradient: all, or those of the adapters."""
-        return self.adapter_parameters(lora) if lora else self.parameters - self.frozen
+        if lora:
+            return self.adapter_parameters(lora)
+        return self.parameters - (0 if self.encoder_learns else self.encoder)
 
     def merged_parameters(self, lora: LoraConfig | None) -> int:
         """Parameters that vLLM cannot share with the base: matrices with a target, those that it fuses as a whole."""
@@ -132,7 +135,7 @@ class ModelShape:
         """Whether the sizes explain the parameters within 3 %: adapters, or layers that differ, are something else."""
         embedding = self.vocabulary * self.hidden_size
         return any(
-            abs((self.parameters - self.frozen) / (self.block_matrices + count * embedding) - 1) < 0.03
+            abs((self.parameters - self.encoder) / (self.block_matrices + count * embedding) - 1) < 0.03
             for count in (1, 2)
         )
 
@@ -176,7 +179,7 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
         windowed_layers=windowed_layers,
         query_key_norms=any(name.endswith(query_norm) for name in weights),
         model_type=model_type,
-        frozen=_frozen(family_of(model_type), weights),
+        encoder=_encoder(family_of(model_type), weights),
         **_experts(config, family_of(model_type), weights),
     )
 
@@ -204,7 +207,7 @@ def _experts(config: Mapping[str, Any], family: Family, weights: Mapping[str, Se
     return {"experts": sizes, "dense_layers": layers - mixtures}
 
 
-def _frozen(family: Family, weights: Mapping[str, Sequence[int]]) -> int:
+def _encoder(family: Family, weights: Mapping[str, Sequence[int]]) -> int:
     """Parameters of an encoder of images, in files of either library's names."""
     encoder = family.encoder.rpartition(".")[2]
     return sum(prod(shape) for name, shape in weights.items() if encoder and _within(name, (encoder,)))

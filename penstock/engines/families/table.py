@@ -161,7 +161,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(("cohere2",), logit_factors=("logit_scale",), disputed_window=True),
     Family(("granite",), logit_divisors=("logits_scaling",)),
     Family(
-        ("qwen2_5_vl",),
+        ("qwen2_5_vl", "qwen3_vl"),
         encoder="model.visual",
         language="model.language_model",
         served_names=(

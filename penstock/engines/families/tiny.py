@@ -88,7 +88,7 @@ def tiny_shape(tiny: TinyModel) -> ModelShape:
         embeddings = shape.vocabulary * shape.hidden_size * (1 if tiny.tie_embeddings else 2)
         of_blocks = shape.block_matrices + shape.layers * (2 * shape.hidden_size + biases)
         seen = _encoder_parameters(tiny.encoder, shape.hidden_size)
-        return replace(shape, parameters=of_blocks + shape.hidden_size + embeddings + seen, frozen=seen)
+        return replace(shape, parameters=of_blocks + shape.hidden_size + embeddings + seen, encoder=seen)
     norms = 2 * shape.hidden_size + 2 * shape.head_size  # of a block; queries and keys have one each
     embeddings = shape.vocabulary * shape.hidden_size * (1 if tiny.tie_embeddings else 2)
     parameters = shape.block_matrices + shape.layers * norms + shape.hidden_size + embeddings

@@ -34,12 +34,17 @@ DECODER_PACKED = {"text_config": PACKED_ATTENTION, "vision_config": "sdpa"}
 
 
 def load_causal_lm(
-    path: str | Path, dtype: torch.dtype, gradient_checkpointing: bool, code: Code | None = None
+    path: str | Path,
+    dtype: torch.dtype,
+    gradient_checkpointing: bool,
+    code: Code | None = None,
+    train_encoder: bool = False,
 ) -> PreTrainedModel:
     """Load a causal LM folder with packed attention, on the CPU.
 
     Args:
         code: that a folder is trusted to bring.
+        train_encoder: leave the encoder of images, if there is one, to be trained.
 
     Raises:
         UserError: packed training does not provide all that the model does (penstock/engines/families/architecture.py),
@@ -47,7 +52,8 @@ def load_causal_lm(
             folder brings other code.
     """
     lm = _load(AutoModelForCausalLM, path, dtype, code)
-    freeze_encoder(lm)
+    if not train_encoder:
+        freeze_encoder(lm)
     if gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return lm

@@ -28,7 +28,7 @@ from penstock.engines.kernels.lm_head import Reference, selected_logprobs, selec
 from penstock.engines.kernels.sequence_parallel import of_all_ranks
 from penstock.engines.models.compile import prepare_compiler
 from penstock.engines.models.replay import Replay
-from penstock.engines.models.seeing import Sight, decoder_of
+from penstock.engines.models.seeing import Sight, decoder_of, sight_of
 from penstock.engines.weights.layout import blocks, family_in
 
 
@@ -43,7 +43,7 @@ class PackedPolicy(nn.Module):
         images: ImageFolder | None = None,
     ) -> None:
         super().__init__()
-        self.sight = Sight(lm, images) if family_of(lm.config.model_type).encoder else None
+        self.sight = sight_of(lm, images)
         self.lm, self.longest = lm, longest_row(lm.config.to_dict())
         self.replay = Replay(lm) if replays else None
         self.head = LogprobHead(language_head(lm), keep_logits, logit_rule(lm.config.to_dict()))
@@ -111,16 +111,18 @@ class LogprobHead(nn.Module):
 class PackedCritic(nn.Module):
     """A value model: a backbone with a scalar head; one value per response token, of the state before it."""
 
-    def __init__(self, lm: PreTrainedModel) -> None:
+    def __init__(self, lm: PreTrainedModel, images: ImageFolder | None = None) -> None:
         super().__init__()
+        self.sight = sight_of(lm, images)
         self.backbone, self.longest = lm.base_model, longest_row(lm.config.to_dict())
-        self.head = nn.Linear(lm.config.hidden_size, 1, dtype=lm.dtype)
+        self.head = nn.Linear(lm.config.get_text_config().hidden_size, 1, dtype=lm.dtype)
         nn.init.zeros_(self.head.weight)  # values start at 0: the first advantages are the returns themselves
         nn.init.zeros_(self.head.bias)
 
     def forward(self, batch: PackedBatch) -> torch.Tensor:
         """Return values_T in float32."""
-        hidden_UH = _hidden_states(self.backbone, batch, self.longest).index_select(0, batch.own[0])
+        decoder = decoder_of(self.backbone)
+        hidden_UH = _hidden_states(decoder, batch, self.longest, self.sight).index_select(0, batch.own[0])
         (values_U,) = _of_the_run(batch, [self.head(hidden_UH).squeeze(-1).float()])
         return batch.each(values_U)
 

@@ -49,12 +49,12 @@ def make_tiny_model(
     model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=pad)
     model.save_pretrained(folder)
     if tiny.encoder is not None:
-        _write_image_processor(folder)
+        write_image_processor(folder)
     share_weights_of(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _write_image_processor(folder: Path) -> None:
+def write_image_processor(folder: Path) -> None:
     """Write what makes patches of an image, as the models of this shape have it, for images of 1 to 64 tokens."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 

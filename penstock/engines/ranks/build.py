@@ -138,7 +138,8 @@ def _build_rollout(models: RankModels, command: Build | BuildFrozen) -> None:
     correction = config.algorithm.correction is not None
     sleeps = command.roles != ("rollout",)
     demand = Demand(rollout, config.data.max_prompt_tokens, command.engines, sleeps, correction, config.actor.replays)
-    served = Served(folder, models.lm, models.dtype, models.storage, config.model.code, models.images)
+    looks = models.images, config.model.train_encoder
+    served = Served(folder, models.lm, models.dtype, models.storage, config.model.code, *looks)
     generator = Generator(served, demand)
     models.generator = generator
     if strategy == "broadcast":

@@ -41,7 +41,7 @@ def build_critics(models: RankModels, folder: str, agents: Sequence[str], steps:
     assert config is not None
     for name in critic_names(agents):
         torch.manual_seed(models.config.seed)
-        critic = PackedCritic(models.causal_lm(folder, config))
+        critic = PackedCritic(models.causal_lm(folder, config), models.images)
         if config.offload == "nothing":
             critic.to(models.device)
         models.trainers[name] = Trainer(

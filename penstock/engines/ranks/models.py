@@ -69,6 +69,7 @@ class RankModels:
         reference_refreshed: the reference is no longer the starting model.
         reference_head: language head of a reference in another group (penstock/engines/ranks/reference.py).
         images: that rows name.
+        images_on_gpus: whether they may be seen on a GPU, as a benchmark may that shows whether they can.
         tell: takes what the newest command tells ahead of its reply.
         usage: what the newest command did: tokens, FLOPs, seconds of collectives.
         host_activations: of the trained models whose blocks keep their inputs in host memory.
@@ -96,6 +97,7 @@ class RankModels:
     reference_refreshed: bool = False
     reference_head: Head | None = None
     images: ImageFolder | None = None
+    images_on_gpus: bool = False
     tell: Callable[[PartialResults | Step], None] = _unheard
     usage: dict[str, float] = field(default_factory=dict)
     host_activations: list[HostActivations] = field(default_factory=list)
@@ -113,11 +115,11 @@ class RankModels:
         """Open the images that rows name, if there are any; `folder` is that of the model.
 
         Raises:
-            UserError: this rank has a GPU.
+            UserError: this rank has a GPU, on which nobody has compared trainer and vLLM.
         """
         if images is None:
             return
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" and not self.images_on_gpus:
             raise UserError(*NO_IMAGES_ON_GPUS)
         self.images = ImageFolder(Path(images), folder)
 
@@ -130,11 +132,15 @@ class RankModels:
 
     def causal_lm(self, folder: str, config: TrainerConfig) -> Any:
         """Load a causal language model that is to be trained."""
-        return self.to_train(self.loaded(folder, bool(config.gradient_checkpointing)), config)
+        settings = self.config.model
+        recomputes = bool(config.gradient_checkpointing)
+        return self.to_train(
+            load_causal_lm(folder, self.dtype, recomputes, settings.code, settings.train_encoder), config
+        )
 
-    def loaded(self, folder: str, gradient_checkpointing: bool = False) -> Any:
-        """Load a causal language model."""
-        return load_causal_lm(folder, self.dtype, gradient_checkpointing, self.config.model.code)
+    def loaded(self, folder: str) -> Any:
+        """Load a causal language model that is not trained."""
+        return load_causal_lm(folder, self.dtype, False, self.config.model.code)
 
     def to_train(self, lm: Any, config: TrainerConfig) -> Any:
         """Give a model the adapters that are asked for, compile its blocks where that pays, put it on the device."""

@@ -234,11 +234,19 @@ class DecodeLoop:
         now, given = time.perf_counter(), len(prompt)
         self._requests.update({name: Request(owner, row, now, prompt=given) for name, row in names.items()})
 
-    def go_on(self, request: Request, name: str, prompt: list[int], parameters: Any, seed: int | None) -> None:
+    def go_on(
+        self,
+        request: Request,
+        name: str,
+        prompt: list[int],
+        parameters: Any,
+        seed: int | None,
+        images: Sequence[versions.PromptImage] = (),
+    ) -> None:
         """Hand in a request that has tokens already: vLLM is given them behind the prompt."""
         given = [*prompt, *request.tokens]
         salt = self._salt(request.first_version if request.versions else self.version)
-        versions.submit(self.llm, [name], given, parameters, None if seed is None else [seed], salt)
+        versions.submit(self.llm, [name], given, parameters, None if seed is None else [seed], salt, images)
         request.prompt = len(given)
         self._requests[name] = request
 

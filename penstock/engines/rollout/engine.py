@@ -65,6 +65,7 @@ class Served:
         storage: parameters whose storage the engine may use instead of its own, at their final addresses.
         code: that the folder is trusted to bring.
         images: that prompts may name, of a model that sees.
+        encoder_learns: whether what the model's encoder makes of an image changes with its weights.
     """
 
     folder: Path
@@ -73,6 +74,7 @@ class Served:
     storage: Mapping[str, torch.Tensor]
     code: Code | None = None
     images: ImageFolder | None = None
+    encoder_learns: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class Generator:
         self.capture = RouteCapture(self.llm, experts) if demand.routes else None
         self.loop = DecodeLoop(self.llm, coasting, config.keeps_kv_cache, self.capture)
         self.binding = bound[-1]
-        self.images = served.images
+        self.images, self.looks_anew = served.images, served.encoder_learns
         self.own_reshard: Callable[[], int] | None = None  # one that this rank's group makes without another group
         self.asleep: set[str] = set()
         self.unmapped = 0  # bytes given to training
@@ -254,6 +256,8 @@ class Generator:
         self._wake("kv_cache")
         if self.llm.reset_prefix_cache() is False:
             raise RuntimeError("vLLM did not empty its prefix cache: responses would build on older weights")
+        if self.looks_anew:
+            versions.forget_images(self.llm)
         self.loop.keys_of = self.loop.version
 
     def _wake(self, tag: str) -> None:

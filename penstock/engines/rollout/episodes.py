@@ -496,7 +496,8 @@ class EpisodeLoop:
             seeds.append(self._seed(episode, prompt, placed.paths.get(choice) is episode))
         episode.drawing += placed.choices
         episode.prompt_tokens += placed.choices * len(prompt)
-        loop.request(self, names, prompt, parameters, seeds if share.own_streams else None)
+        own_seeds, images = seeds if share.own_streams else None, share.images(episode.position)
+        loop.request(self, names, prompt, parameters, own_seeds, images)
 
     def _seed(self, episode: Episode, prompt: list[int], goes_on: bool) -> int:
         """Return the seed of a turn: of its first path's next by its number, of one beside that by what it follows.

@@ -153,7 +153,7 @@ class SingleResponses:
                 continue
             parameters = copy.copy(share.parameters)
             parameters.max_tokens = share.sampling.max_tokens - len(request.tokens)
-            loop.go_on(request, name, share.prompts.row(position).tolist(), parameters, seed)
+            loop.go_on(request, name, share.prompts.row(position).tolist(), parameters, seed, share.images(position))
 
     def collect(self, ended: list[Request]) -> None:
         """Keep the responses that have ended, and let the flow be told of them while others are left."""

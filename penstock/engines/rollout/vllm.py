@@ -342,6 +342,11 @@ def compute_again(llm: Any) -> None:
     scheduler(llm).reset_prefix_cache(reset_running_requests=True)
 
 
+def forget_images(llm: Any) -> None:
+    """Let an in-process vLLM engine without requests drop what an encoder of older weights made of images."""
+    engine_core(llm).reset_encoder_cache()
+
+
 def tokens_under_way(llm: Any, name: str) -> int:
     """Return how many tokens of a request steps will bring that an in-process vLLM engine has begun already."""
     begun: int = scheduler(llm).requests[name].num_output_placeholders

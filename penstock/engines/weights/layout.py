@@ -117,6 +117,12 @@ def fused_view(parts: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the transformer blocks of a Hugging Face model, also of a wrapped one, by their names."""
+    """Return the transformer blocks of a Hugging Face model, also of a wrapped one, by their names.
+
+    Of a model that sees those of its decoder: what is made for blocks (adapters, compiled code, kernels) an encoder of
+    images does without.
+    """
     kinds = {kind for module in model.modules() for kind in getattr(module, "_no_split_modules", None) or ()}
-    return {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
+    encoder = family_in(model).encoder.rpartition(".")[2]
+    found = {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
+    return {name: module for name, module in found.items() if not encoder or encoder not in name.split(".")}

@@ -96,9 +96,10 @@ def _shared_view(counterpart: Counterpart, storage: Mapping[str, torch.Tensor]) 
 def without_storage() -> Iterator[None]:
     """Within this context new parameters take no memory: one element, expanded to the parameter's shape.
 
-    Shape, dtype and the attributes that vLLM sets survive; `bind` gives the storage.
+    Shape, dtype and the attributes that vLLM sets survive; `bind` gives the storage. PyTorch's own embeddings, which
+    encoders of images have, are not drawn at random.
     """
-    register = nn.Module.register_parameter
+    register, draw = nn.Module.register_parameter, nn.Embedding.reset_parameters
 
     def stub(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and parameter.numel() > 1:
@@ -106,10 +107,12 @@ def without_storage() -> Iterator[None]:
         register(module, name, parameter)
 
     nn.Module.register_parameter = stub  # type: ignore[assignment]
+    nn.Embedding.reset_parameters = lambda self: None  # type: ignore[method-assign]
     try:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Embedding.reset_parameters = draw  # type: ignore[method-assign]
 
 
 def register_loader(name: str, shapes: Shapes, storage: Mapping[str, torch.Tensor]) -> list[Binding]:

@@ -1,7 +1,8 @@
 """The page of samples beside a run's report: the last iteration and a few earlier ones, to look through by reward.
 
-It is one file without scripts: filters are styles that follow the state of its buttons, so a response with a script in
-it has nothing to run in. It is bounded: a few prompts of a few iterations, long texts without their middle.
+It is one file without scripts, with small images of prompts inside (thumbnails.py): filters are styles that follow the
+state of its buttons, so a response with a script in it has nothing to run in. It is bounded: a few prompts of a few
+iterations, long texts without their middle.
 
 Left out: everything else of an experience, which `penstock samples` shows.
 """
@@ -20,6 +21,7 @@ import pandas as pd
 from penstock.base.files import write_text
 from penstock.reports.samples.fallen import Comparison, compared
 from penstock.reports.samples.reading import Response, Samples, iterations_of, samples_of
+from penstock.reports.samples.thumbnails import Thumbnails
 from penstock.reports.samples.tokens import Piece, joined, load_tokenizer, pieces, scale_of
 from penstock.state.run_folder import RunFolder
 
@@ -65,6 +67,7 @@ class Prompt:
 
     Attributes:
         answered: responses of it that there are; the page may have fewer.
+        images: where those of the prompt lie in the run folder.
     """
 
     prompt_id: str
@@ -72,6 +75,7 @@ class Prompt:
     mean: float
     answered: int
     responses: list[Shown]
+    images: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ def write_page(run: RunFolder, every: int) -> Path | None:
     templates = Environment(
         loader=PackageLoader("penstock.reports"), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    templates.filters["clipped"] = clipped
+    templates.filters["clipped"], templates.filters["thumbnails"] = clipped, Thumbnails(run)
     values = {"name": run.name, "iterations": iterations[::-1], "buttons": buttons, "comparison": _fallen(run)}
     page = run.report.parent / SAMPLES_PAGE
     page.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +219,8 @@ def _iteration(
     for name, numbers in rows.items():
         shown = [_shown(by_row[row], edges, tokenizer, scale) for row in numbers]
         text = clipped(shown[0].response.prompt)
-        prompts.append(Prompt(name, text, float(rewards["mean"][name]), int(rewards["size"][name]), shown))
+        images = shown[0].response.images
+        prompts.append(Prompt(name, text, float(rewards["mean"][name]), int(rewards["size"][name]), shown, images))
     told_apart = tokenizer is not None and bool(scale)
     whole = samples.values("reward")
     return Iteration(samples.iteration, len(whole), len(rewards), float(whole.mean()), prompts, scale, told_apart)

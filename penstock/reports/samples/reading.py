@@ -20,8 +20,10 @@ import numpy as np
 
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
+from penstock.data.images import names_in_run
 from penstock.state.experience import (
     AGENT,
+    IMAGES,
     PATH_ENDS,
     PATH_PROMPT_ENDS,
     PATH_PROMPTS,
@@ -38,6 +40,7 @@ PART = "reward/"
 LENGTH, ADVANTAGE = "length", "advantage"  # figures of a response that are made of its tokens
 TURNS, FAILURE = "turns", "reward_failure"
 NUMBERED = re.compile(r"(\d{6})\.(parquet|json)")
+_IMAGE = re.compile(r"data/images/[0-9a-f]{16}")
 _PROMPT, _SAMPLE = re.compile(r"-(\d{6,})$"), re.compile(r"\d+/([^/]+)/\d+")
 
 
@@ -55,6 +58,7 @@ class Response:
         turns: of the policy; None: without an environment.
         path_ends: how many of the tokens there are at the end of each of its paths; None: it is one.
         path_prompts: the tokens that each path but the first begins after.
+        images: where those of the prompt lie in the run folder.
     """
 
     row: int
@@ -77,6 +81,7 @@ class Response:
     mask: np.ndarray | None
     path_ends: np.ndarray | None = None
     path_prompts: tuple[np.ndarray, ...] = ()
+    images: tuple[str, ...] = ()
 
     @property
     def paths(self) -> list[Response]:
@@ -245,7 +250,15 @@ class Samples:
             mask=values.get("loss_mask"),
             path_ends=values.get(PATH_ENDS),
             path_prompts=_prompts_of_paths(values),
+            images=_images(values.get(IMAGES)),
         )
+
+
+def _images(value: Any) -> tuple[str, ...]:
+    """Return names of images: of an experience's numbers, or of the text in a table of samples."""
+    if value is None:
+        return ()
+    return tuple(_IMAGE.findall(value) if isinstance(value, str) else names_in_run(value))
 
 
 def _prompts_of_paths(values: dict[str, Any]) -> tuple[np.ndarray, ...]:
@@ -256,7 +269,7 @@ def _prompts_of_paths(values: dict[str, Any]) -> tuple[np.ndarray, ...]:
 
 _PLAIN = (
     *("sample_id", "prompt_id", "prompt", "response", "reward", FAILURE, "reward_answer"),
-    *("truncated", "refused", "accepted", AGENT, "policy_version", TURNS),
+    *("truncated", "refused", "accepted", AGENT, "policy_version", TURNS, IMAGES),
 )
 _OF_TOKENS = ("response_tokens", "advantages", "loss_mask", *PATHS)
 

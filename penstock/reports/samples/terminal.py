@@ -67,14 +67,15 @@ def listed(responses: Sequence[Response]) -> Iterator[RenderableType]:
     """Show responses one below the other, each with its prompt, long texts without their middle."""
     for response in responses:
         yield _rule(_heading(response))
-        yield _texts({"prompt": _clipped(response.prompt), "response": _clipped(response.response)})
+        texts = {"prompt": _clipped(response.prompt), "response": _clipped(response.response)}
+        yield _texts(_seen(response) | texts)
 
 
 def of_prompt(
     run: RunFolder, samples: Samples, responses: Sequence[Response], console: Console
 ) -> Iterator[RenderableType]:
     """Show all that was answered to a prompt, whole, with the advantage of each token as its colour."""
-    yield _texts({"prompt": responses[0].prompt})
+    yield _texts(_seen(responses[0]) | {"prompt": responses[0].prompt})
     tokenizer = load_tokenizer(run) if responses[0].tokens is not None else None
     scale, coloured = scale_of(responses), console.color_system in ("256", "truecolor") and not console.no_color
     for response in responses:
@@ -100,7 +101,7 @@ def turn_by_turn(run: RunFolder, responses: Sequence[Response]) -> Iterator[Rend
     tokenizer = load_tokenizer(run)
     for response in responses:
         yield _rule(_heading(response))
-        yield _texts({"prompt": _clipped(response.prompt)})
+        yield _texts(_seen(response) | {"prompt": _clipped(response.prompt)})
         if tokenizer is None:
             yield _texts({"episode": response.response})
             continue
@@ -157,8 +158,14 @@ def of_comparison(found: Comparison, samples: Samples) -> Iterator[RenderableTyp
         texts = dict[str, str]()
         for label, response in ((f"best in {before}", prompt.best_before), (f"worst in {after}", prompt.worst_after)):
             if response is not None:
+                texts |= _seen(response)
                 texts |= {"prompt": response.prompt, f"{label}, {response.reward:g}": response.response}
         yield _texts({label: _clipped(text) for label, text in texts.items()})
+
+
+def _seen(response: Response) -> dict[str, str]:
+    """Return the images of a prompt, by their names in the run folder."""
+    return {"images": "\n".join(response.images)} if response.images else {}
 
 
 def _rule(heading: Text) -> Rule:

@@ -19,6 +19,7 @@ from prefect.cache_policies import NO_CACHE
 
 from penstock.base.files import write_text
 from penstock.configs.sections.run import names_of_trackers
+from penstock.data.images import names_in_run
 from penstock.reports.evaluation import TEMPERATURE, greedy_accuracy
 from penstock.reports.report import write_report
 from penstock.reports.samples.page import write_page
@@ -29,7 +30,7 @@ from penstock.session.record import Recording, append_record, at_the_end, elapse
 from penstock.session.rollout.draw import keep_memory
 from penstock.session.session import Training
 from penstock.session.settings import page_of_overrides, variable_name
-from penstock.state.experience import read_columns
+from penstock.state.experience import IMAGES, column_names, read_columns
 from penstock.state.manifest import read_manifest
 from penstock.state.run_folder import read_metrics
 from penstock.trackers.delivery import Delivery
@@ -86,9 +87,16 @@ def _record_samples(training: Training, iteration: int) -> None:
 
 
 def sample_rows(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return `count` samples of an experience file as plain rows, spread evenly over its prompts."""
-    names = ("sample_id", "prompt", "response", "reward", "policy_version")
+    """Return `count` samples of an experience file as plain rows, spread evenly over its prompts.
+
+    Images of prompts are there by their names in the run folder, with spaces between.
+    """
+    seen = [IMAGES] if IMAGES in column_names(path) else []
+    names = ("sample_id", "prompt", *seen, "response", "reward", "policy_version")
     columns = read_columns(path, names)
+    if seen:
+        images = columns[IMAGES]
+        columns[IMAGES] = [" ".join(names_in_run(images.row(row))) for row in range(len(images))]
     total = len(columns["reward"])
     rows = [number * total // count for number in range(count)] if count < total else range(total)
     return [{name: _plain(columns[name][row]) for name in names} for row in rows]

@@ -5,13 +5,14 @@ In float32 on a CPU, by the commands that a training uses. That packed rows are 
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from penstock.base.ragged import Ragged, offsets_of
 from penstock.configs.schema import TrainConfig
@@ -58,20 +59,32 @@ def _step(ranks: Ranks, seen: Seen, path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_vllm_and_trainer_see_the_same(one_rank: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "learns"),
+    [
+        ("qwen2_5_vl", False),
+        pytest.param("qwen2_5_vl", True, marks=pytest.mark.exhaustive),
+        pytest.param("qwen3_vl", False, marks=pytest.mark.exhaustive),
+        ("qwen3_vl", True),
+    ],
+)
+def test_vllm_and_trainer_see_the_same(one_rank: Ranks, tmp_path: Path, family: str, learns: bool) -> None:
     """Before and after an update with images and a reshard; what is exported the library loads, and computes the same.
 
     Controls: with other pictures the trainer gives the same tokens other log-probs; and so it does after the update,
-    with which vLLM has not caught up.
+    with which vLLM has not caught up. With the encoder of before the update, and all else of after it, the library
+    gives tokens other log-probs than vLLM if the encoder learns.
     """
-    model = write_seeing_model(tmp_path / "model")
+    model = write_seeing_model(tmp_path / "model", family)
     seen = seen_rows(model, tmp_path / "images")
     others = seen_rows(model, tmp_path / "images", seed=1)
-    config = TrainConfig(**{**SMALL, "model": {"path": str(model)}, **SECTIONS}).model_dump(mode="json")
+    of_model = {"path": str(model), "train_encoder": learns}
+    config = TrainConfig(**{**SMALL, "model": of_model, **SECTIONS}).model_dump(mode="json")
     one_rank.ask("discard")
     asked = {"config": config, "folder": str(model), "roles": ["actor", "rollout"]}
     built = one_rank.ask("build", **asked, images=str(tmp_path / "images"))[0]
-    assert built.parameters_shared > 0 == built.parameters_copied and built.trained < built.parameters
+    assert built.parameters_shared > 0 == built.parameters_copied
+    assert (built.trained < built.parameters) != learns
 
     tokens, vllm_T = _sampled(one_rank, seen, seed=0)
     assert np.abs(vllm_T - _trainers(one_rank, seen, tokens)).mean() < EQUAL
@@ -87,11 +100,26 @@ def test_vllm_and_trainer_see_the_same(one_rank: Ranks, tmp_path: Path) -> None:
     one_rank.ask("export", folder=str(tmp_path / "written"))
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "written"))
     moved = {name for name, value in before.items() if not torch.equal(value, after[name])}
-    assert moved == {name for name in before if not name.startswith("visual.")}
-    lm, written = library_model(tmp_path / "written"), replace(seen, responses=tokens)
+    assert moved == {name for name in before if learns or "visual." not in name}
+    save_file({name: (before if "visual." in name else after)[name] for name in after}, _copy_of(tmp_path / "written"))
+    of_library = (_library_logprobs(tmp_path / folder, seen, tokens, vllm_T) for folder in ("written", "stale"))
+    vllm_rows_T, library_T = next(of_library)
+    assert np.abs(vllm_rows_T - library_T).mean() < EQUAL
+    vllm_rows_T, stale_T = next(of_library)
+    assert (np.abs(vllm_rows_T - stale_T).mean() > OTHER) == learns
+
+
+def _copy_of(folder: Path) -> Path:
+    """Copy a model's folder beside itself; return the file of its weights."""
+    copy = shutil.copytree(folder, folder.parent / "stale")
+    return copy / "model.safetensors"
+
+
+def _library_logprobs(folder: Path, seen: Seen, tokens: Ragged, vllm_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """vLLM's log-probs, and the library's with a folder's weights, of the responses that the library reads as such."""
+    lm, written = library_model(folder), replace(seen, responses=tokens)
     texts = [row for row in range(len(PROMPTS)) if lm.config.image_token_id not in tokens.row(row)]
     assert len(texts) > 3  # the library takes a sampled image token for one more image
     with torch.no_grad():
         library_T = torch.cat([library_logprobs(lm, written, row) for row in texts])
-    vllm_rows_T = Ragged(vllm_T, tokens.offsets_B1).take(np.asarray(texts)).values_T
-    assert np.abs(vllm_rows_T - library_T.numpy()).mean() < EQUAL
+    return Ragged(vllm_T, tokens.offsets_B1).take(np.asarray(texts)).values_T, library_T.numpy()
