@@ -14,7 +14,13 @@ from penstock.checks.model_code import check_own_class, check_own_code, check_tr
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.run import Role
 from penstock.configs.sections.trainer import CriticConfig, TrainerConfig
-from penstock.engines.families.architecture import CAPPED_ON_GPU, check_architecture, classifies, unpackable
+from penstock.engines.families.architecture import (
+    CAPPED_ON_GPU,
+    check_architecture,
+    classifies,
+    on_cpus_alone,
+    unpackable,
+)
 from penstock.engines.families.attention import FLASH_HEAD, FLASH_MULTIPLE, INSTEAD_OF_4, of_other_device
 from penstock.engines.families.images import NO_IMAGES_ON_GPUS, sees
 from penstock.engines.families.longest_row import longest_row
@@ -126,7 +132,7 @@ def check_model_folder(folder: Path, key: str, scores: bool = False, code: Code 
     check_own_class(folder, key, scores)
     settings = read_settings(folder)
     check_architecture(settings, weight_shapes(folder), f"{key}: {folder}", head=not scores)
-    check_capped_scores(folder, key, settings)
+    check_kernel(folder, key, settings)
 
 
 def check_optimizers(config: TrainConfig) -> None:
@@ -342,13 +348,15 @@ def check_longest_row(config: TrainConfig, settings: Mapping[str, Any]) -> None:
         )
 
 
-def check_capped_scores(folder: Path, key: str, settings: Mapping[str, Any]) -> None:
-    """Check that there is a kernel for attention scores that the model caps: on a GPU there is none.
+def check_kernel(folder: Path, key: str, settings: Mapping[str, Any]) -> None:
+    """Check that there is a kernel for the model's attention: on a GPU there is none for caps, sinks and latents.
 
     Raises:
-        UserError: it caps them, and there is a GPU.
+        UserError: it has one of them, and there is a GPU.
     """
     family = family_of(settings.get("model_type", ""))
+    if visible_gpus() and family.no_gpu_kernel:
+        raise unpackable(f"{key}: {folder}", on_cpus_alone(family.no_gpu_kernel))
     if visible_gpus() and any(settings.get(name) is not None for name in family.score_caps):
         raise unpackable(f"{key}: {folder}", CAPPED_ON_GPU)
 

@@ -55,8 +55,10 @@ class Family:
         state_weights: parts of weights' names in layers that carry a state across sequences: state space, linear
             attention, convolution.
         sink_weights: last parts of weights' names in attention with sinks.
+        no_gpu_kernel: what its attention does that packed training has a kernel for on a CPU alone; empty: nothing.
         experts: how parameters of experts and of their routers end here, and how in vLLM, where both stack the experts
             alike; none: of an actor of this family no reshard could compare them.
+        transposed: ends of names, here, of stacked matrices that vLLM has with rows and columns changed over.
         corrected: whether routers choose by corrected scores: their logits do not tell whom they choose, so there is
             neither a loss nor a figure of how evenly experts are used.
         corrections: last parts of names by which routers correct their choice of experts. The library may hold them as
@@ -68,6 +70,7 @@ class Family:
         encoder: where the encoder of images lies in transformers, and language: the decoder that reads what it makes
             (images.py); empty: the family has no images.
         served_names: how weights' names begin here, and in vLLM, where that differs.
+        served_parts: parts of weights' names here, and in vLLM, likewise.
         stacked: matrices in which queries, keys and values come stacked in vLLM's order, by other names than its own.
     """
 
@@ -92,7 +95,9 @@ class Family:
     disputed_window: bool = False
     state_weights: tuple[str, ...] = ("A_log", "conv", "conv1d")
     sink_weights: tuple[str, ...] = ("sinks",)
+    no_gpu_kernel: str = ""
     experts: tuple[tuple[str, str], ...] = ()
+    transposed: tuple[str, ...] = ()
     corrected: bool = False
     corrections: tuple[str, ...] = ("e_score_correction_bias",)
     expert_settings: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -102,6 +107,7 @@ class Family:
     encoder: str = ""
     language: str = ""
     served_names: tuple[tuple[str, str], ...] = ()
+    served_parts: tuple[tuple[str, str], ...] = ()
     stacked: tuple[str, ...] = ()
 
     @property
@@ -121,6 +127,7 @@ class Family:
 
 
 USUAL = Family()
+LATENT = "compresses keys and values (multi-head latent attention)"
 
 
 def _experts_in(block: str, own: str = "mlp") -> tuple[tuple[str, str], ...]:
@@ -153,6 +160,26 @@ FAMILIES: tuple[Family, ...] = (
             *_experts_in("block_sparse_moe", own="block_sparse_moe"),
         ),
         stored_experts=("input_linear", "output_linear"),
+    ),
+    Family(("deepseek_v2",), latent_settings=(), no_gpu_kernel=LATENT, experts=_experts_in("mlp")),
+    Family(
+        ("deepseek_v3", "glm4_moe_lite"),
+        latent_settings=(),
+        no_gpu_kernel=LATENT,
+        experts=_experts_in("mlp"),
+        corrected=True,
+    ),
+    Family(
+        ("gpt_oss",),
+        sink_weights=(),
+        no_gpu_kernel="has attention sinks",
+        experts=(
+            *_experts_in("mlp"),
+            ("mlp.experts.gate_up_proj_bias", "mlp.experts.w13_bias"),
+            ("mlp.experts.down_proj_bias", "mlp.experts.w2_bias"),
+        ),
+        transposed=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+        served_parts=(("self_attn", "attn"), ("embed_tokens", "embedding")),
     ),
     Family(
         ("mixtral",), experts=(("mlp.gate.weight", "block_sparse_moe.gate.weight"), *_experts_in("block_sparse_moe"))

@@ -56,6 +56,8 @@ class Copies:
         if len(targets) != 1:
             return None
         target = targets[0]
+        if target.piece.transposed:
+            return None
         complete = target.piece.source == 0 and target.piece.length == self._shapes[part][target.piece.dim]
         return target.view.view(-1) if complete and target.view.is_contiguous() else None
 
