@@ -30,6 +30,7 @@ from penstock.engines.families.shape import ModelShape, layer_names, read_settin
 from penstock.engines.families.table import family_of
 from penstock.engines.families.tiny import tiny_shape
 from penstock.engines.groups.machine import gpu_name, is_hopper, visible_gpus
+from penstock.engines.groups.placement import reshard_strategy
 from penstock.engines.sizing.memory import weight_width
 
 
@@ -362,20 +363,23 @@ def check_kernel(folder: Path, key: str, settings: Mapping[str, Any]) -> None:
 
 
 def check_corrections(config: TrainConfig, settings: Mapping[str, Any]) -> None:
-    """Check that an actor whose routers correct their choice is trained in float32.
+    """Check that the numbers by which an actor's routers correct their choice reach vLLM as they are, in float32.
 
-    vLLM has the corrections in float32, and in bfloat16 they would be rounded: other experts would be chosen.
+    Beside bfloat16 weights they do where vLLM takes them from the actor's own memory. DeepSpeed's shards and what is
+    sent to another group have one dtype: there they would be rounded, and other experts would be chosen.
 
     Raises:
-        UserError: it is not.
+        UserError: they do not, or it is not known.
     """
     width = weight_width(config, "cuda" if visible_gpus() else "cpu")
-    if family_of(settings.get("model_type", "")).corrected and width < 4:
-        raise UserError(
-            f"model.path: routers of {settings['model_type']} correct their choice of experts in float32, and in"
-            " bfloat16 others would be chosen",
-            "set model.dtype=float32, or use another mixture (docs/models.md)",
-        )
+    if not family_of(settings.get("model_type", "")).corrected or width == 4:
+        return
+    what = f"model.path: routers of {settings['model_type']} correct their choice of experts in float32"
+    remedy = "set model.dtype=float32, or use another mixture (docs/models.md)"
+    if visible_gpus():
+        raise UserError(f"{what}, which beside bfloat16 weights nobody has compared on GPUs", remedy)
+    if reshard_strategy(config) != "shared":
+        raise UserError(f"{what}, and beside bfloat16 weights they would be rounded on their way to vLLM", remedy)
 
 
 def check_head_size(config: TrainConfig) -> None:

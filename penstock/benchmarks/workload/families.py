@@ -80,13 +80,10 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "GPT-NeoX": ("gpt_neox", {}),
-    "Persimmon": ("persimmon", {}),
     "StableLM": ("stablelm", {}),
     "Nemotron": ("nemotron", {}),
     "Apertus": ("apertus", {}),
     "ERNIE 4.5 MoE": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}),
-    "MiniMax M2": ("minimax_m2", EXPERTS),
     "Qwen 3 Next": ("qwen3_next", {**EXPERTS, **LINEAR}),
     "Mamba 2": ("mamba2", {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1}),
 }
@@ -102,6 +99,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 3": ("gemma3_text", {**WINDOWED, "query_pre_attn_scalar": 32}),
     "VaultGemma": ("vaultgemma", CAPPED),
     "Phi-2": ("phi", {"num_key_value_heads": 4}),
+    "GPT-NeoX": ("gpt_neox", {"num_key_value_heads": 4}),
+    "Persimmon": ("persimmon", {"num_key_value_heads": 4}),
     "Phi-3": ("phi3", {}),
     "Phi-4-mini (LongRoPE)": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 64}),
     "Command R": ("cohere", {"logit_scale": 0.25, "use_qk_norm": True}),
@@ -141,6 +140,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Moonlight": (
         "deepseek_v3",
         {**LATENT, **GROUPED, **CORRECTED, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    ),
+    "MiniMax M2": (
+        "minimax_m2",
+        {**EXPERTS, "rotary_dim": 16, "use_routing_bias": True, "scoring_func": "sigmoid"},
     ),
     "GLM-4.7 Flash": ("glm4_moe_lite", {**LATENT, **GROUPED, **CORRECTED}),
     **REFUSED,

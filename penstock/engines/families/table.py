@@ -62,7 +62,7 @@ class Family:
         corrected: whether routers choose by corrected scores: their logits do not tell whom they choose, so there is
             neither a loss nor a figure of how evenly experts are used.
         corrections: last parts of names by which routers correct their choice of experts. The library may hold them as
-            buffers, vLLM holds them as parameters; no gradient reaches them.
+            buffers, vLLM holds them as parameters; no gradient reaches them, and they are float32 whatever the weights.
         expert_settings: settings that count experts.
         expert_weights: parts of weights' names in experts.
         stored_experts: parts of weights' names in files, of experts without their routers, and shared_experts: of an
@@ -150,7 +150,13 @@ FAMILIES: tuple[Family, ...] = (
         experts=(("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias"), *_experts_in("mlp")),
         corrected=True,
     ),
-    Family(("afmoe",), experts=(("mlp.router.gate.weight", "mlp.gate.weight"), *_experts_in("mlp")), corrected=True),
+    Family(
+        ("afmoe",),
+        experts=(("mlp.router.gate.weight", "mlp.gate.weight"), *_experts_in("mlp")),
+        corrected=True,
+        corrections=("expert_bias",),
+    ),
+    Family(("minimax_m2",), experts=_experts_in("mlp"), corrected=True, served_parts=(("mlp", "block_sparse_moe"),)),
     Family(("cohere2_moe",), logit_factors=("logit_scale",), disputed_window=True, experts=_experts_in("mlp")),
     Family(
         ("granitemoe",),
@@ -183,6 +189,14 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         ("mixtral",), experts=(("mlp.gate.weight", "block_sparse_moe.gate.weight"), *_experts_in("block_sparse_moe"))
+    ),
+    Family(
+        ("gpt_neox",),
+        query_key_value=Linear("query_key_value", ("query_key_value",)),
+        attention_output=Linear("dense", ("dense",)),
+        gate_up=Linear("dense_h_to_4h", ("dense_h_to_4h",)),
+        down=Linear("dense_4h_to_h", ("dense_4h_to_h",)),
+        served_names=(("gpt_neox.", "model."),),
     ),
     Family(("cohere",), logit_factors=("logit_scale",)),
     Family(("cohere2",), logit_factors=("logit_scale",), disputed_window=True),

@@ -85,6 +85,26 @@ def _apply_experts(
         output.index_add_(0, token_R, down_RH * topk_weights[token_R, choice_R, None].to(down_RH.dtype))
 
 
+def correct_choices_without_groups() -> None:
+    """Let vLLM's routers on CPUs correct their choice also where experts are in no groups: vLLM 0.32 leaves that out.
+
+    One group of all of them is none.
+    """
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    kind: Any = CPURouter
+    compute = kind._compute_routing
+    if compute.__name__ == "route":  # an engine of this process has been here
+        return
+
+    def route(router: Any, *arguments: Any, **named: Any) -> Any:
+        if router.e_score_correction_bias is not None and not router.use_grouped_topk:
+            router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
+        return compute(router, *arguments, **named)
+
+    kind._compute_routing = route
+
+
 def write_latent_attention_out() -> None:
     """Let vLLM compute latent attention (DeepSeek) of whole keys and values.
 
@@ -133,6 +153,7 @@ def prepare_vllm(cuda: bool, architectures: Sequence[str]) -> None:
         keep_plain_experts_on_cpu()
         keep_cpu_engines_off_shared_memory()
         write_latent_attention_out()
+        correct_choices_without_groups()
     inspect_in_this_process(architectures)
 
 

@@ -14,17 +14,20 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
+from penstock.benchmarks.workload.families import write_family
 from penstock.checks.model import check_model_folder
 from penstock.data.tokenizer import make_byte_tokenizer
 from penstock.engines.batches.packing import Rows, pack
 from penstock.engines.families.images import of_decoder
+from penstock.engines.families.table import family_of
 from penstock.engines.kernels.attention import packed_attention
 from penstock.engines.models.loading import load_causal_lm, start_reward_model
-from penstock.engines.models.models import PackedPolicy, PackedRewardModel
+from penstock.engines.models.models import PackedPolicy, PackedRewardModel, language_head
 from tests.engines.rows import random_rows
 from tests.engines.shared_ranks import EOS, PAD, VOCABULARY
 from tests.engines.unpacked import load_unpacked, row_logprobs
@@ -176,6 +179,19 @@ def test_what_only_the_models_class_says_is_refused_when_it_is_loaded(tmp_path: 
     folder = _write(tmp_path, "BloomConfig", sizes)
     with pytest.raises(UserError, match="an attention of its own"):
         load_causal_lm(folder, torch.float32, False)
+
+
+@pytest.mark.parametrize("name", ["GLM-4.5", "Trinity", "MiniMax M2"])
+def test_what_corrects_a_choice_of_experts_is_read_exactly(name: str, tmp_path: Path) -> None:
+    """The library itself would round some families'. Control: other weights are rounded."""
+    folder = write_family(name, tmp_path / "model")
+    given, lm = load_file(folder / "model.safetensors"), load_causal_lm(folder, torch.bfloat16, False)
+    family = family_of(lm.config.model_type)
+    held = {part: value for part, value in lm.named_parameters() if part.endswith(family.corrections)}
+    assert held and all(value.dtype is torch.float32 and not value.requires_grad for value in held.values())
+    biases = sorted(value.tolist() for part, value in given.items() if part.endswith(family.corrections))
+    assert sorted(value.tolist() for value in held.values()) == biases
+    assert language_head(lm).weight.dtype is torch.bfloat16
 
 
 @torch.no_grad()

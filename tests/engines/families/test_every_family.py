@@ -1,6 +1,6 @@
 """Families of models through the real engines, as `penstock bench families` measures them.
 
-One by a class of vLLM's own that caps logits and scores, two with experts, and one that vLLM builds from the
+One by a class of vLLM's own that caps logits and scores, three with experts, and one that vLLM builds from the
 Transformers library's are in `make test-slow`. That packed rows of each are the library's is test_architecture.py's.
 """
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from penstock.benchmarks.families.measuring import measure_folder
 from penstock.benchmarks.workload.families import FAMILIES, REFUSED, SIZES, write_family
@@ -20,7 +21,7 @@ from tests.engines.shared_ranks import SMALL, Ranks
 
 EQUAL, STALE = 1e-5, 1e-2  # mean difference of log-probs in float32
 TRAINED = [name for name in FAMILIES if name not in REFUSED]
-ONE_OF_EACH_KIND = ("Gemma 2", "OLMo 2", "Qwen 3 MoE", "GLM-4.5")
+ONE_OF_EACH_KIND = ("Gemma 2", "OLMo 2", "Qwen 3 MoE", "GLM-4.5", "gpt-oss")
 
 
 @pytest.mark.slow
@@ -72,6 +73,30 @@ def _after_a_step(ranks: Ranks, folder: Path, work: Path) -> dict[str, torch.Ten
     ranks.ask("update_actor", path=path, version=0, split=split, loss=LOSS, learning_rate=1e-2)
     ranks.ask("reshard", version=1)
     return before
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["GLM-4.5", "Trinity"])
+def test_what_corrects_a_choice_stays_exact_beside_bfloat16(family: str, one_rank: Ranks, tmp_path: Path) -> None:
+    """In the trainer, in vLLM and in what is written. Control: all else is rounded, and has moved."""
+    folder = write_family(family, tmp_path / "model")
+    model = {"path": str(folder), "dtype": "bfloat16"}
+    assert one_rank.build(folder, ("actor", "rollout"), model=model).strategy == "shared"
+    one_rank.ask("reshard", version=0)
+    path = write_rows(tmp_path / "rows.parquet", random_rows(8))
+    split = {**SPLIT, "mini_batches": 2, "micro_batch_tokens": 32}
+    one_rank.ask("update_actor", path=path, version=0, split=split, loss=LOSS, learning_rate=1e-2)
+    one_rank.ask("reshard", version=1)
+    assert one_rank.ask("mismatches")[0]["names"] == []
+    one_rank.ask("export", folder=str(tmp_path / "written"))
+    given, written = (load_file(where / "model.safetensors") for where in (folder, tmp_path / "written"))
+    corrections = [name for name in given if name.endswith(("e_score_correction_bias", "expert_bias"))]
+    assert corrections and all(torch.equal(written[name], given[name]) for name in corrections)
+    assert all((given[name].bfloat16().float() != given[name]).any() for name in corrections)
+    others = [name for name in written if name not in corrections]
+    assert all(written[name].dtype is torch.bfloat16 for name in others)
+    assert not torch.equal(written["lm_head.weight"].float(), given["lm_head.weight"])
 
 
 @pytest.mark.slow

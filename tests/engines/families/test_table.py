@@ -34,7 +34,10 @@ from tests.engines.shared_ranks import SMALL, Ranks
 from tests.engines.sums import sums_of
 
 ROLES = ("actor", "rollout")
-THROUGH_TRANSFORMERS = ("vaultgemma",)  # vLLM has no class of theirs; test_every_family.py looks at what it made
+THROUGH_TRANSFORMERS = (
+    "vaultgemma",
+    "gpt_neox",
+)  # vLLM has no class of theirs; test_every_family.py looks at what it made
 DECODERS = [row for row in FAMILIES if not row.encoder]  # of models that see: test_images.py
 DENSE = [name for row in DECODERS if not row.experts for name in row.model_types]
 EQUAL = 1e-5  # mean difference of log-probs in float32
