@@ -15,7 +15,13 @@ from penstock.checks.model_code import check_own_class, check_own_code, check_tr
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.run import Role
 from penstock.configs.sections.trainer import CriticConfig, TrainerConfig
-from penstock.engines.families.architecture import CAPPED_ON_GPU, check_architecture, classifies, unpackable
+from penstock.engines.families.architecture import (
+    CAPPED_ON_GPU,
+    check_architecture,
+    classifies,
+    on_cpus_alone,
+    unpackable,
+)
 from penstock.engines.families.attention import FLASH_HEAD, FLASH_MULTIPLE, INSTEAD_OF_4, of_other_device
 from penstock.engines.families.images import NO_IMAGES_ON_GPUS, sees
 from penstock.engines.families.longest_row import longest_row
@@ -25,6 +31,7 @@ from penstock.engines.families.shape import ModelShape, layer_names, read_settin
 from penstock.engines.families.table import family_of
 from penstock.engines.families.tiny import tiny_shape
 from penstock.engines.groups.machine import gpu_name, is_hopper, visible_gpus
+from penstock.engines.groups.placement import reshard_strategy
 from penstock.engines.sizing.memory import weight_width
 
 
@@ -127,7 +134,7 @@ def check_model_folder(folder: Path, key: str, scores: bool = False, code: Code 
     check_own_class(folder, key, scores)
     settings = read_settings(folder)
     check_architecture(settings, weight_shapes(folder), f"{key}: {folder}", head=not scores)
-    check_capped_scores(folder, key, settings)
+    check_kernel(folder, key, settings)
 
 
 def check_optimizers(config: TrainConfig) -> None:
@@ -368,32 +375,37 @@ def check_longest_row(config: TrainConfig, settings: Mapping[str, Any]) -> None:
         )
 
 
-def check_capped_scores(folder: Path, key: str, settings: Mapping[str, Any]) -> None:
-    """Check that there is a kernel for attention scores that the model caps: on a GPU there is none.
+def check_kernel(folder: Path, key: str, settings: Mapping[str, Any]) -> None:
+    """Check that there is a kernel for the model's attention: on a GPU there is none for caps, sinks and latents.
 
     Raises:
-        UserError: it caps them, and there is a GPU.
+        UserError: it has one of them, and there is a GPU.
     """
     family = family_of(settings.get("model_type", ""))
+    if visible_gpus() and family.no_gpu_kernel:
+        raise unpackable(f"{key}: {folder}", on_cpus_alone(family.no_gpu_kernel))
     if visible_gpus() and any(settings.get(name) is not None for name in family.score_caps):
         raise unpackable(f"{key}: {folder}", CAPPED_ON_GPU)
 
 
 def check_corrections(config: TrainConfig, settings: Mapping[str, Any]) -> None:
-    """Check that an actor whose routers correct their choice is trained in float32.
+    """Check that the numbers by which an actor's routers correct their choice reach vLLM as they are, in float32.
 
-    vLLM has the corrections in float32, and in bfloat16 they would be rounded: other experts would be chosen.
+    Beside bfloat16 weights they do where vLLM takes them from the actor's own memory. DeepSpeed's shards and what is
+    sent to another group have one dtype: there they would be rounded, and other experts would be chosen.
 
     Raises:
-        UserError: it is not.
+        UserError: they do not, or it is not known.
     """
     width = weight_width(config, "cuda" if visible_gpus() else "cpu")
-    if family_of(settings.get("model_type", "")).corrected and width < 4:
-        raise UserError(
-            f"model.path: routers of {settings['model_type']} correct their choice of experts in float32, and in"
-            " bfloat16 others would be chosen",
-            "set model.dtype=float32, or use another mixture (docs/models.md)",
-        )
+    if not family_of(settings.get("model_type", "")).corrected or width == 4:
+        return
+    what = f"model.path: routers of {settings['model_type']} correct their choice of experts in float32"
+    remedy = "set model.dtype=float32, or use another mixture (docs/models.md)"
+    if visible_gpus():
+        raise UserError(f"{what}, which beside bfloat16 weights nobody has compared on GPUs", remedy)
+    if reshard_strategy(config) != "shared":
+        raise UserError(f"{what}, and beside bfloat16 weights they would be rounded on their way to vLLM", remedy)
 
 
 def check_head_size(config: TrainConfig) -> None:

@@ -40,17 +40,27 @@ def test_the_loss_that_has_experts_used_evenly_needs_a_mixture_whose_logits_tell
         check(0.001, path=corrected)
 
 
-def test_corrections_are_refused_in_bfloat16(tmp_path: Path) -> None:
-    """vLLM has them in float32. Controls: float32, and a mixture that corrects nothing."""
+def test_corrections_are_refused_where_bfloat16_would_round_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In shards, and on their way to another group; on GPUs nobody looked. Controls: float32, and no corrections."""
+    monkeypatch.setattr(checks, "visible_gpus", lambda: [])
     plain, corrected = (write_family(name, tmp_path / name) for name in ("Qwen 3 MoE", "GLM-4.5"))
 
-    def check(folder: Path, dtype: str) -> None:
-        config = TrainConfig.model_validate({"model": {"path": str(folder), "dtype": dtype}})
+    def check(folder: Path, dtype: str, **sections: Any) -> None:
+        config = TrainConfig.model_validate({"model": {"path": str(folder), "dtype": dtype}, **sections})
         check_corrections(config, read_settings(folder))
 
-    check(corrected, "float32")
+    check(corrected, "bfloat16")
+    apart = {"groups": {"one": {"roles": ["actor"]}, "two": {"roles": ["rollout"]}}}
+    for sections in ({"actor": {"zero_stage": 3}}, apart):
+        check(corrected, "float32", **sections)
+        check(plain, "bfloat16", **sections)
+        with pytest.raises(UserError, match="routers of glm4_moe .* would be rounded on their way to vLLM"):
+            check(corrected, "bfloat16", **sections)
+    monkeypatch.setattr(checks, "visible_gpus", lambda: [0])
     check(plain, "bfloat16")
-    with pytest.raises(UserError, match="routers of glm4_moe correct their choice of experts in float32"):
+    with pytest.raises(UserError, match="routers of glm4_moe .* nobody has compared on GPUs"):
         check(corrected, "bfloat16")
 
 

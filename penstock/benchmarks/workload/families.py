@@ -50,19 +50,27 @@ GROUPED = {
     "first_k_dense_replace": 1,
 }
 LATENT = {
-    "q_lora_rank": 16,
+    "head_dim": 16,  # of the rotary part, as the library has it
+    "q_lora_rank": 24,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
+    "v_head_dim": 24,
     "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
 }
+SCALED_ROPE = {  # whose scores are scaled by the square of a factor, too
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 128,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+    }
+}
+CORRECTED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}  # as on the Hub
 LINEAR = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
@@ -72,15 +80,10 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "GPT-NeoX": ("gpt_neox", {}),
-    "Persimmon": ("persimmon", {}),
     "StableLM": ("stablelm", {}),
     "Nemotron": ("nemotron", {}),
     "Apertus": ("apertus", {}),
-    "gpt-oss": ("gpt_oss", {**EXPERTS, "sliding_window": 128}),
     "ERNIE 4.5 MoE": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}),
-    "MiniMax M2": ("minimax_m2", EXPERTS),
-    "DeepSeek-V3": ("deepseek_v3", LATENT),
     "Qwen 3 Next": ("qwen3_next", {**EXPERTS, **LINEAR}),
     "Mamba 2": ("mamba2", {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1}),
 }
@@ -114,6 +117,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Gemma 3": ("gemma3_text", {**WINDOWED, "query_pre_attn_scalar": 32}),
     "VaultGemma": ("vaultgemma", CAPPED),
     "Phi-2": ("phi", {"num_key_value_heads": 4}),
+    "GPT-NeoX": ("gpt_neox", {"num_key_value_heads": 4}),
+    "Persimmon": ("persimmon", {"num_key_value_heads": 4}),
     "Phi-3": ("phi3", {}),
     "Phi-4-mini (LongRoPE)": ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 64}),
     "Command R": ("cohere", {"logit_scale": 0.25, "use_qk_norm": True}),
@@ -144,6 +149,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Command A+": ("cohere2_moe", {**EXPERTS, "logit_scale": 0.25, "sliding_window": 64, **BY_TURNS}),
     "Granite MoE": ("granitemoe", {**EXPERTS, **SCALED}),
+    "gpt-oss": ("gpt_oss", {**EXPERTS, "sliding_window": 8}),
+    "DeepSeek-V2": (
+        "deepseek_v2",
+        {**LATENT, **SCALED_ROPE, **GROUPED, "topk_method": "group_limited_greedy", "n_shared_experts": 2},
+    ),
+    "DeepSeek-V3": ("deepseek_v3", {**LATENT, **SCALED_ROPE, **GROUPED, **CORRECTED}),
+    "Moonlight": (
+        "deepseek_v3",
+        {**LATENT, **GROUPED, **CORRECTED, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    ),
+    "MiniMax M2": (
+        "minimax_m2",
+        {**EXPERTS, "rotary_dim": 16, "use_routing_bias": True, "scoring_func": "sigmoid"},
+    ),
+    "GLM-4.7 Flash": ("glm4_moe_lite", {**LATENT, **GROUPED, **CORRECTED}),
     "Qwen 2.5 VL": ("qwen2_5_vl", {}),
     "Qwen 3 VL": ("qwen3_vl", {}),
     **REFUSED,

@@ -21,7 +21,13 @@ from penstock.engines.families.table import family_of
 
 REMEDY = "use another model, e.g. of the Llama, Qwen3 or Gemma 3 family"
 
-CAPPED_ON_GPU = "caps its attention scores, for which there is no packed kernel on a GPU"
+
+def on_cpus_alone(what: str) -> str:
+    """Return what is wrong on a GPU with a model whose attention is or has `what`."""
+    return f"{what}, for which there is no packed kernel on a GPU"
+
+
+CAPPED_ON_GPU = on_cpus_alone("caps its attention scores")
 
 
 def check_architecture(
@@ -39,6 +45,9 @@ def check_architecture(
         UserError: it does not.
     """
     family, settings = family_of(settings.get("model_type", "")), of_decoder(settings)
+    if quantised := settings.get("quantization_config"):
+        kind = quantised.get("quant_method", "of a kind that it does not tell")
+        raise unpackable(where, f"has quantised weights ({kind}; save it in bfloat16 or float32 first)")
     known = {*family.score_caps, *family.logit_factors, *family.logit_divisors, *family.logit_caps}
     looked_at = (*family.score_settings, *(family.logit_settings if head else ()))
     if changed := [name for name in looked_at if name not in known and settings.get(name) not in (None, 1.0)]:

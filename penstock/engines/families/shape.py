@@ -38,6 +38,22 @@ class ExpertSizes:
 
 
 @dataclass(frozen=True)
+class LatentSizes:
+    """Sizes of attention whose keys and values are made of a vector of fewer numbers (DeepSeek-V2, arXiv 2405.04434).
+
+    Attributes:
+        keys: numbers of that vector; rotary: of the part of a key that all heads share, and that carries its position.
+        queries: numbers of the vector that queries are made of; 0: they are made of the hidden state.
+        value: size of a head's value.
+    """
+
+    keys: int
+    rotary: int
+    queries: int
+    value: int
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes of a decoder-only transformer with a gated MLP or experts in each layer."""
 
@@ -58,6 +74,7 @@ class ModelShape:
     dense_layers: int = 0  # of a mixture: those that have an MLP in place of experts
     encoder: int = 0  # of the parameters: those of an encoder of images
     encoder_learns: bool = False
+    latent: LatentSizes | None = None
 
     @property
     def family(self) -> Family:
@@ -67,18 +84,34 @@ class ModelShape:
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of the matrices of one layer, but for experts, by the names of their linear layers."""
-        hidden, inner = self.hidden_size, self.intermediate_size
-        query, key = self.heads * self.head_size, self.kv_heads * self.head_size
-        attention = {
-            **_parts(self.family.query_key_value, [query, key, key], hidden),
-            **_parts(self.family.attention_output, [hidden], query),
-        }
+        hidden, inner, attention = self.hidden_size, self.intermediate_size, self._attention
         if self.experts is not None:
             return attention
         return {
             **attention,
             **_parts(self.family.gate_up, [inner, inner], hidden),
             **_parts(self.family.down, [hidden], inner),
+        }
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of a head's value."""
+        return self.head_size if self.latent is None else self.latent.value
+
+    @property
+    def _attention(self) -> dict[str, tuple[int, int]]:
+        hidden, query = self.hidden_size, self.heads * self.head_size
+        if (latent := self.latent) is None:
+            key = self.kv_heads * self.head_size
+            projections = _parts(self.family.query_key_value, [query, key, key], hidden)
+            return {**projections, **_parts(self.family.attention_output, [hidden], query)}
+        made = self.heads * (self.head_size - latent.rotary + latent.value)
+        queries = {"q_a_proj": (latent.queries, hidden), "q_b_proj": (query, latent.queries)}
+        return {
+            **(queries if latent.queries else {"q_proj": (query, hidden)}),
+            "kv_a_proj_with_mqa": (latent.keys + latent.rotary, hidden),
+            "kv_b_proj": (made, latent.keys),
+            "o_proj": (hidden, self.heads * latent.value),
         }
 
     @property
@@ -127,7 +160,10 @@ class ModelShape:
         return [name for name in self.matrices if lora.targets is None or name in lora.targets]
 
     def kv_numbers(self, tensor_parallel: int) -> int:
-        """Numbers that a KV cache holds of one token, on each of the ranks that an engine is cut over."""
+        """Numbers that a KV cache holds of one token, on each of the ranks that an engine is cut over.
+
+        Latents are not kept (penstock/engines/rollout/vllm.py), and values are made as long as keys.
+        """
         return 2 * self.layers * max(1, self.kv_heads // tensor_parallel) * self.head_size
 
     @property
@@ -164,6 +200,7 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
     """
     config = of_decoder(config)
     heads, model_type = config["num_attention_heads"], config.get("model_type", "")
+    latent = _latent(config)
     windowed_layers, query_norm = _windowed_layers(config), f".{family_of(model_type).query_norm}.weight"
     return ModelShape(
         parameters=sum(prod(shape) for shape in weights.values()),
@@ -172,15 +209,29 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
         intermediate_size=config["intermediate_size"],
         heads=heads,
         kv_heads=config.get("num_key_value_heads", heads),
-        head_size=config.get("head_dim") or config["hidden_size"] // heads,
+        head_size=config.get("head_dim") or config["hidden_size"] // heads
+        if latent is None
+        else config["qk_nope_head_dim"] + latent.rotary,
         vocabulary=config["vocab_size"],
         positions=config.get("max_position_embeddings", 1 << 20),
         window=config["sliding_window"] if windowed_layers else 0,
         windowed_layers=windowed_layers,
         query_key_norms=any(name.endswith(query_norm) for name in weights),
         model_type=model_type,
+        latent=latent,
         encoder=_encoder(family_of(model_type), weights),
         **_experts(config, family_of(model_type), weights),
+    )
+
+
+def _latent(config: Mapping[str, Any]) -> LatentSizes | None:
+    if not config.get("kv_lora_rank"):
+        return None
+    return LatentSizes(
+        keys=config["kv_lora_rank"],
+        rotary=config["qk_rope_head_dim"],
+        queries=config.get("q_lora_rank") or 0,
+        value=config["v_head_dim"],
     )
 
 
@@ -193,7 +244,8 @@ def _experts(config: Mapping[str, Any], family: Family, weights: Mapping[str, Se
     if not family.experts:
         return {}
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-    stored = {name: prod(shape) for name, shape in weights.items() if _within(name, family.stored_experts)}
+    matrices = {name: prod(shape) for name, shape in weights.items() if not name.endswith("bias")}
+    stored = {name: numel for name, numel in matrices.items() if _within(name, family.stored_experts)}
     shared = sum(prod(shape) for name, shape in weights.items() if _within(name, family.shared_experts))
     mixtures = len({name.partition(".layers.")[2].partition(".")[0] for name in stored}) or layers
     count = config[next((name for name in family.expert_settings if name in config), family.expert_settings[0])]

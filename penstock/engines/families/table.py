@@ -55,12 +55,14 @@ class Family:
         state_weights: parts of weights' names in layers that carry a state across sequences: state space, linear
             attention, convolution.
         sink_weights: last parts of weights' names in attention with sinks.
+        no_gpu_kernel: what its attention does that packed training has a kernel for on a CPU alone; empty: nothing.
         experts: how parameters of experts and of their routers end here, and how in vLLM, where both stack the experts
             alike; none: of an actor of this family no reshard could compare them.
+        transposed: ends of names, here, of stacked matrices that vLLM has with rows and columns changed over.
         corrected: whether routers choose by corrected scores: their logits do not tell whom they choose, so there is
             neither a loss nor a figure of how evenly experts are used.
         corrections: last parts of names by which routers correct their choice of experts. The library may hold them as
-            buffers, vLLM holds them as parameters; no gradient reaches them.
+            buffers, vLLM holds them as parameters; no gradient reaches them, and they are float32 whatever the weights.
         expert_settings: settings that count experts.
         expert_weights: parts of weights' names in experts.
         stored_experts: parts of weights' names in files, of experts without their routers, and shared_experts: of an
@@ -68,6 +70,7 @@ class Family:
         encoder: where the encoder of images lies in transformers, and language: the decoder that reads what it makes
             (images.py); empty: the family has no images.
         served_names: how weights' names begin here, and in vLLM, where that differs.
+        served_parts: parts of weights' names here, and in vLLM, likewise.
         stacked: matrices in which queries, keys and values come stacked in vLLM's order, by other names than its own.
     """
 
@@ -92,7 +95,9 @@ class Family:
     disputed_window: bool = False
     state_weights: tuple[str, ...] = ("A_log", "conv", "conv1d")
     sink_weights: tuple[str, ...] = ("sinks",)
+    no_gpu_kernel: str = ""
     experts: tuple[tuple[str, str], ...] = ()
+    transposed: tuple[str, ...] = ()
     corrected: bool = False
     corrections: tuple[str, ...] = ("e_score_correction_bias",)
     expert_settings: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -102,6 +107,7 @@ class Family:
     encoder: str = ""
     language: str = ""
     served_names: tuple[tuple[str, str], ...] = ()
+    served_parts: tuple[tuple[str, str], ...] = ()
     stacked: tuple[str, ...] = ()
 
     @property
@@ -121,6 +127,7 @@ class Family:
 
 
 USUAL = Family()
+LATENT = "compresses keys and values (multi-head latent attention)"
 
 
 def _experts_in(block: str, own: str = "mlp") -> tuple[tuple[str, str], ...]:
@@ -143,7 +150,13 @@ FAMILIES: tuple[Family, ...] = (
         experts=(("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias"), *_experts_in("mlp")),
         corrected=True,
     ),
-    Family(("afmoe",), experts=(("mlp.router.gate.weight", "mlp.gate.weight"), *_experts_in("mlp")), corrected=True),
+    Family(
+        ("afmoe",),
+        experts=(("mlp.router.gate.weight", "mlp.gate.weight"), *_experts_in("mlp")),
+        corrected=True,
+        corrections=("expert_bias",),
+    ),
+    Family(("minimax_m2",), experts=_experts_in("mlp"), corrected=True, served_parts=(("mlp", "block_sparse_moe"),)),
     Family(("cohere2_moe",), logit_factors=("logit_scale",), disputed_window=True, experts=_experts_in("mlp")),
     Family(
         ("granitemoe",),
@@ -154,8 +167,36 @@ FAMILIES: tuple[Family, ...] = (
         ),
         stored_experts=("input_linear", "output_linear"),
     ),
+    Family(("deepseek_v2",), latent_settings=(), no_gpu_kernel=LATENT, experts=_experts_in("mlp")),
+    Family(
+        ("deepseek_v3", "glm4_moe_lite"),
+        latent_settings=(),
+        no_gpu_kernel=LATENT,
+        experts=_experts_in("mlp"),
+        corrected=True,
+    ),
+    Family(
+        ("gpt_oss",),
+        sink_weights=(),
+        no_gpu_kernel="has attention sinks",
+        experts=(
+            *_experts_in("mlp"),
+            ("mlp.experts.gate_up_proj_bias", "mlp.experts.w13_bias"),
+            ("mlp.experts.down_proj_bias", "mlp.experts.w2_bias"),
+        ),
+        transposed=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+        served_parts=(("self_attn", "attn"), ("embed_tokens", "embedding")),
+    ),
     Family(
         ("mixtral",), experts=(("mlp.gate.weight", "block_sparse_moe.gate.weight"), *_experts_in("block_sparse_moe"))
+    ),
+    Family(
+        ("gpt_neox",),
+        query_key_value=Linear("query_key_value", ("query_key_value",)),
+        attention_output=Linear("dense", ("dense",)),
+        gate_up=Linear("dense_h_to_4h", ("dense_h_to_4h",)),
+        down=Linear("dense_4h_to_h", ("dense_4h_to_h",)),
+        served_names=(("gpt_neox.", "model."),),
     ),
     Family(("cohere",), logit_factors=("logit_scale",)),
     Family(("cohere2",), logit_factors=("logit_scale",), disputed_window=True),

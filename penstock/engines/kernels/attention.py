@@ -12,9 +12,9 @@ keys.
 Of a run that several ranks compute together each has all tokens here, and its part of the heads
 (penstock/engines/kernels/sequence_parallel.py).
 
-Capped scores (Gemma 2) are computed on a CPU alone. Left out: attention sinks, and values of a size of their own, for
-which PyTorch's kernel has no place (refused before a model is trained, penstock/engines/families/architecture.py, and
-here).
+Capped scores (Gemma 2), sinks (gpt-oss: a learned score of each head that stands beside those of the keys, and takes a
+part of the weights to nowhere) and values of a size of their own (DeepSeek) are computed on a CPU alone. On a GPU they
+are refused, before a model is trained (penstock/checks/model.py) and here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from penstock.engines.batches.packing import PackedLayout, SharedPrefixes
-from penstock.engines.families.architecture import CAPPED_ON_GPU, unpackable
+from penstock.engines.families.architecture import CAPPED_ON_GPU, on_cpus_alone, unpackable
 from penstock.engines.kernels.attention_kernel import causal_varlen_attention
 from penstock.engines.kernels.sequence_parallel import own_tokens_of_heads, tokens_of_own_heads
 
@@ -51,26 +51,29 @@ def packed_attention(
     """Causal attention within each packed sequence.
 
     Args:
-        query: [1, heads, N, head size]; key and value: [1, kv heads, N, head size].
+        query: [1, heads, N, head size]; key and value: [1, kv heads, N, head size], values of a size of their own.
         packing: where the sequences lie; None from a model that does not hand it on.
         sliding_window: a token sees itself and this many less one before it; None: all before it.
-        s_aux, softcap: what transformers calls attention sinks and the cap of the scores.
+        s_aux, softcap: what transformers calls attention sinks, [heads], and the cap of the scores.
 
     Returns:
-        [1, N, heads, head size], and no attention weights.
+        [1, N, heads, size of a value], and no attention weights.
 
     Raises:
-        UserError: the model has sinks, or values of a size of their own, which are left out, or on a GPU a cap; or it
-            hands no `packing` on.
+        UserError: on a GPU the model has sinks, values of a size of their own or a cap; with several ranks it has
+            sinks; or it hands no `packing` on.
     """
     if packing is None:
         raise unpackable("the model", "does not tell its attention where sequences lie")
-    if s_aux is not None:
-        raise unpackable("the model", "has attention sinks")
-    if value.shape[-1] != query.shape[-1]:
-        raise unpackable("the model", "has values of another size than its queries")
-    if softcap is not None and packing.slots_K is None:
-        raise unpackable("the model", CAPPED_ON_GPU)
+    if packing.slots_K is None:
+        if s_aux is not None:
+            raise unpackable("the model", on_cpus_alone("has attention sinks"))
+        if value.shape[-1] != query.shape[-1]:
+            raise unpackable("the model", on_cpus_alone("has values of another size than its keys"))
+        if softcap is not None:
+            raise unpackable("the model", CAPPED_ON_GPU)
+    if packing.share is not None and s_aux is not None:
+        raise unpackable("the model", "has attention sinks, whose heads are not shared out to ranks")
     query_N, key_N, value_N = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if packing.share is not None:
         query_N, key_N, value_N = tokens_of_own_heads(packing.share, query_N, key_N, value_N)
@@ -78,7 +81,7 @@ def packed_attention(
     if packing.slots_K is None:
         out_N = causal_varlen_attention(query_N, key_K, value_K, packing, scaling, sliding_window)
     else:
-        out_N = attention_by_rows(query_N, key_K, value_K, packing, scaling, sliding_window, softcap)
+        out_N = attention_by_rows(query_N, key_K, value_K, packing, scaling, sliding_window, softcap, s_aux)
     if packing.share is not None:
         out_N = own_tokens_of_heads(packing.share, out_N)
     return out_N.unsqueeze(0), None
@@ -92,15 +95,16 @@ def attention_by_rows(
     scale: float | None,
     sliding_window: int | None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Spread packed sequences to rows, compute their attention, and gather it again; [N, heads, head size]."""
+    """Spread packed sequences to rows, compute their attention, and gather it again; [N, heads, size of a value]."""
     slots_K, shared = packing.slots_K, packing.shared
     assert slots_K is not None
     query_K = query_N if shared is None else query_N.index_select(0, shared.source_K)
     query, key, value = (_spread(tensor, packing, slots_K) for tensor in (query_K, key_K, value_K))
     window = _window(packing.max_keys, sliding_window)
-    if softcap is not None:
-        out = _capped(query, key, value, window, scale, softcap)
+    if softcap is not None or sinks is not None:
+        out = _written_out(query, key, value, window, scale, softcap, sinks)
     else:
         out = scaled_dot_product_attention(
             query,
@@ -112,24 +116,31 @@ def attention_by_rows(
             enable_gqa=query.shape[1] != key.shape[1],
         )
     wanted_N = slots_K if shared is None else slots_K[shared.own_N]
-    return out.transpose(1, 2).reshape(-1, *query_N.shape[1:]).index_select(0, wanted_N)
+    return out.transpose(1, 2).reshape(-1, query_N.shape[1], value_K.shape[-1]).index_select(0, wanted_N)
 
 
-def _capped(
+def _written_out(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     window: torch.Tensor | None,
     scale: float | None,
-    cap: float,
+    cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with the scores c tanh(score / c), written out: PyTorch's kernel has no cap."""
+    """Attention with the scores c tanh(score / c), or with sinks: PyTorch's kernel has neither."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril() if window is None else window
-    capped = (cap * (scores / cap).tanh()).masked_fill(~seen, -torch.inf)
-    return capped.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+    if cap is not None:
+        scores = cap * (scores / cap).tanh()
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        sink = sinks.view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink.to(scores.dtype)], -1)
+    weights = scores.softmax(-1, dtype=torch.float32)[..., : key.shape[-2]]
+    return weights.to(value.dtype) @ value
 
 
 def repeat_prefixes(tensor_N: torch.Tensor, shared: SharedPrefixes | None) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -24,6 +25,7 @@ from penstock.base.files import share_weights_of
 from penstock.base.model_code import Code, trusted
 from penstock.engines.families.architecture import check_architecture, classifies, unpackable
 from penstock.engines.families.images import sees
+from penstock.engines.families.table import family_of
 from penstock.engines.kernels.attention import NAME as PACKED_ATTENTION
 from penstock.engines.models.seeing import freeze_encoder
 from penstock.engines.weights.cuts import all_experts, cut_parameters
@@ -112,6 +114,7 @@ def _load(kind: Any, path: str | Path, dtype: torch.dtype, code: Code | None, **
     head = kind is AutoModelForCausalLM
     kind = kind_for(config) if head else kind
     _check_packable(kind, config, path, own, head)
+    keep_corrections_exact(config)
     model: PreTrainedModel = kind.from_pretrained(
         path,
         dtype=dtype,
@@ -125,14 +128,22 @@ def _load(kind: Any, path: str | Path, dtype: torch.dtype, code: Code | None, **
     return model
 
 
+def keep_corrections_exact(config: Any) -> None:
+    """Let the library read by which routers correct their choices in float32: of some families it would round it."""
+    family = family_of(config.model_type)
+    if family.corrected and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        kind._keep_in_fp32_modules_strict = sorted({*(kind._keep_in_fp32_modules_strict or ()), *family.corrections})
+
+
 def hold_corrections(model: nn.Module) -> None:
-    """Make parameters that no gradient reaches of the buffers by which routers correct their choices.
+    """Make parameters that rest of the numbers by which routers correct their choices: no gradient reaches them.
 
     As in vLLM, whose a reshard compares with them. Shards, too, are made and gathered of parameters alone.
     """
     corrections = family_in(model).corrections
     for module in model.modules():
-        for name, values in [*module.named_buffers(recurse=False)]:
+        for name, values in [*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)]:
             if name in corrections:
                 setattr(module, name, nn.Parameter(values, requires_grad=False))
 

@@ -21,7 +21,7 @@ from penstock.base.errors import UserError
 from penstock.base.files import share_weights_of
 from penstock.base.model_code import Code, trusted
 from penstock.configs.sections.trainer import LoraConfig
-from penstock.engines.models.loading import hold_corrections, kind_for
+from penstock.engines.models.loading import hold_corrections, keep_corrections_exact, kind_for
 from penstock.engines.models.seeing import frozen_encoder
 from penstock.engines.weights.lora import attach, check_frozen, load_adapter, merged_state, write_adapter
 
@@ -54,6 +54,7 @@ def load_folder(folder: Path, code: Code | None = None) -> Any:
     try:
         own = trusted(folder, code)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=own)
+        keep_corrections_exact(config)
         loaded: Any = kind_for(config).from_pretrained(
             folder,
             dtype="auto",

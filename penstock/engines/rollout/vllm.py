@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,7 +38,7 @@ def keep_plain_linear_on_cpu() -> None:
 
 
 def keep_plain_experts_on_cpu() -> None:
-    """Likewise keep experts as they are: vLLM packs them in a layout of its kernel's. What activates has to be SiLU."""
+    """Likewise keep experts as they are: vLLM packs them in a layout of its kernel's."""
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
     def keep(experts: Any, layer: torch.nn.Module) -> None:
@@ -44,27 +46,83 @@ def keep_plain_experts_on_cpu() -> None:
 
     experts: Any = cpu_moe.CPUUnquantizedExperts
     experts.process_weights_after_loading, experts.apply = keep, _apply_experts
-    experts._supports_activation = staticmethod(lambda activation: activation.value == "silu")
+    experts._supports_activation = staticmethod(lambda activation: activation.value in GATES)
+
+
+def _silu(both_RI: torch.Tensor) -> torch.Tensor:
+    gate_RI, up_RI = both_RI.chunk(2, dim=-1)
+    return functional.silu(gate_RI) * up_RI
+
+
+def _clamped(both_RI: torch.Tensor) -> torch.Tensor:
+    """As gpt-oss has it, gate and up by turns, with the numbers that vLLM's kernel has."""
+    gate_RI, up_RI = both_RI[..., ::2].clamp(max=7.0), both_RI[..., 1::2].clamp(-7.0, 7.0)
+    return (up_RI + 1) * gate_RI * torch.sigmoid(1.702 * gate_RI)
+
+
+GATES = {"silu": _silu, "swigluoai": _clamped}  # by vLLM's names of what activates
 
 
 def _apply_experts(
-    _: Any,
+    experts: Any,
     output: torch.Tensor,
     hidden_states: torch.Tensor,
     w1: torch.Tensor,
     w2: torch.Tensor,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
+    activation: Any,
     *rest: Any,
     **named: Any,
 ) -> None:
     """What vLLM's kernel for experts computes, an expert at a time. The parameters are those by which it is called."""
     output.zero_()
+    gate, (bias1, bias2) = GATES[activation.value], (experts.w1_bias, experts.w2_bias)
     for expert in topk_ids.unique().tolist():
         token_R, choice_R = torch.where(topk_ids == expert)
-        gate_RI, up_RI = functional.linear(hidden_states[token_R], w1[expert]).chunk(2, dim=-1)
-        down_RH = functional.linear(functional.silu(gate_RI) * up_RI, w2[expert])
+        both_RI = functional.linear(hidden_states[token_R], w1[expert], None if bias1 is None else bias1[expert])
+        down_RH = functional.linear(gate(both_RI), w2[expert], None if bias2 is None else bias2[expert])
         output.index_add_(0, token_R, down_RH * topk_weights[token_R, choice_R, None].to(down_RH.dtype))
+
+
+def correct_choices_without_groups() -> None:
+    """Let vLLM's routers on CPUs correct their choice also where experts are in no groups: vLLM 0.32 leaves that out.
+
+    One group of all of them is none.
+    """
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    kind: Any = CPURouter
+    compute = kind._compute_routing
+    if compute.__name__ == "route":  # an engine of this process has been here
+        return
+
+    def route(router: Any, *arguments: Any, **named: Any) -> Any:
+        if router.e_score_correction_bias is not None and not router.use_grouped_topk:
+            router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
+        return compute(router, *arguments, **named)
+
+    kind._compute_routing = route
+
+
+def write_latent_attention_out() -> None:
+    """Let vLLM compute latent attention (DeepSeek) of whole keys and values.
+
+    Otherwise it decodes with matrices that it makes of the model's, and on a CPU for latents of one size alone.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    os.environ["VLLM_MLA_DISABLE"] = "1"
+    kind: Any = RotaryEmbedding
+    kernel = kind.forward_cpu
+    if kernel.__name__ == "rotate":  # an engine of this process has been here
+        return
+
+    def rotate(rotary: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+        heads_apart = query.dim() == 3  # of which the kernel would rotate the first head alone
+        return (rotary.forward_native if heads_apart else partial(kernel, rotary))(positions, query, key)
+
+    kind.forward_cpu = rotate
 
 
 def keep_cpu_engines_off_shared_memory() -> None:
@@ -94,6 +152,8 @@ def prepare_vllm(cuda: bool, architectures: Sequence[str]) -> None:
         keep_plain_linear_on_cpu()
         keep_plain_experts_on_cpu()
         keep_cpu_engines_off_shared_memory()
+        write_latent_attention_out()
+        correct_choices_without_groups()
     inspect_in_this_process(architectures)
 
 

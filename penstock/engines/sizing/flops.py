@@ -77,7 +77,7 @@ def attention_flops(shape: ModelShape, lengths_B: np.ndarray) -> float:
     pairs = full * causal_pairs(lengths_B)
     if shape.windowed_layers:
         pairs += shape.windowed_layers * causal_pairs(lengths_B, shape.window)
-    return 4.0 * shape.heads * shape.head_size * pairs
+    return 2.0 * shape.heads * (shape.head_size + shape.value_size) * pairs
 
 
 def forward_flops(

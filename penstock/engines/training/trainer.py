@@ -122,12 +122,15 @@ class Trainer:
         tell_deepspeed(module)
         if config.offload != "nothing":
             self.device = shard_on_the_way(module, deepspeed_config(config, dtype), dtype)
+        exact = {} if dtype is torch.float32 else in_float32(module)
         self.engine, self._optimizer, *_ = deepspeed.initialize(
             model=module,
             optimizer=make_optimizer(named, config.optimizer),
             config=deepspeed_config(config, dtype),
             dist_init_required=False,
         )
+        for parameter, values in exact.items():  # DeepSpeed has rounded them
+            parameter.data = values
         sum_in_products(module, self._optimizer)
         if self.device.type == "cuda" and gated_mlp.usable():
             gate_in_products(module)
@@ -309,6 +312,12 @@ def _ranks_of_this_host() -> Any:
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # it makes the first one only
     groups._create_zero_param_parallel_group(ON_THIS_HOST)
     return groups._get_zero_param_intra_parallel_group()
+
+
+def in_float32(module: nn.Module) -> dict[nn.Parameter, torch.Tensor]:
+    """Return what rests in a model in float32, whatever the others are: by what routers correct their choices."""
+    resting = (parameter for parameter in module.parameters() if not parameter.requires_grad)
+    return {parameter: parameter.data for parameter in resting if parameter.dtype is torch.float32}
 
 
 def deepspeed_config(config: TrainerConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -56,6 +56,8 @@ class Copies:
         if len(targets) != 1:
             return None
         target = targets[0]
+        if target.piece.transposed:
+            return None
         complete = target.piece.source == 0 and target.piece.length == self._shapes[part][target.piece.dim]
         return target.view.view(-1) if complete and target.view.is_contiguous() else None
 
@@ -66,7 +68,8 @@ class Copies:
     def copy(self, wholes: Mapping[str, torch.Tensor]) -> Differences:
         """Copy every slice of these parameters, without waiting for the device; return what to look at later."""
         copied = [(target, wholes[part]) for part in wholes for target in self.targets.get(part, ())]
-        views, sources = [target.view for target, _ in copied], [target.piece.of(whole) for target, whole in copied]
+        views = [target.view for target, _ in copied]
+        sources = [target.piece.of(whole).to(target.view.dtype) for target, whole in copied]
         if views:
             torch._foreach_copy_(views, sources)
         return Differences(

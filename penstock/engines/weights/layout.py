@@ -53,7 +53,8 @@ def _served_name(name: str, family: Family) -> str:
     for own, served in family.served_names:
         if name.startswith(own):
             return served + name.removeprefix(own)
-    return name
+    parts = dict(family.served_parts)
+    return ".".join(parts.get(part, part) for part in name.split(".")) if parts else name
 
 
 def _fused_group(name: str, known: set[str], family: Family) -> FusedParameter:

@@ -47,7 +47,7 @@ def bind(
         UserError: a parameter on either side has no counterpart of its dtype on the other.
     """
     theirs, known = dict(vllm_model.named_parameters()), counterparts(vllm_model, shapes, family)
-    _check_complete(vllm_model, known, shapes, dtype)
+    _check_complete(vllm_model, known, shapes, dtype, family)
     shared, copied = [], []
     for counterpart in known:
         target = theirs[counterpart.name]
@@ -64,12 +64,18 @@ def bind(
     return Binding(shared=tuple(shared), copied=tuple(copied))
 
 
-def _check_complete(vllm_model: nn.Module, known: Sequence[Counterpart], shapes: Shapes, dtype: torch.dtype) -> None:
-    """Raise if a reshard could not write and compare everything: vLLM's parameters, and the model's."""
+def _check_complete(
+    vllm_model: nn.Module, known: Sequence[Counterpart], shapes: Shapes, dtype: torch.dtype, family: Family
+) -> None:
+    """Raise if a reshard could not write and compare everything: vLLM's parameters, and the model's.
+
+    vLLM has routers that correct their choices, or parts of them, in float32, which holds what is narrower exactly.
+    """
+    dtypes = {dtype, torch.float32} if family.corrected else {dtype}
     mapped, taken = {item.name for item in known}, {piece.part for item in known for piece in item.slices}
     parameters = list(vllm_model.named_parameters())
     without = {
-        "vLLM's": [name for name, parameter in parameters if name not in mapped or parameter.dtype != dtype],
+        "vLLM's": [name for name, parameter in parameters if name not in mapped or parameter.dtype not in dtypes],
         "the model's": [name for name in shapes if name not in taken],
     }
     if sides := [f"{len(names)} of {whose} ({', '.join(names[:3])})" for whose, names in without.items() if names]:

@@ -3,8 +3,8 @@
 vLLM stacks some matrices (q, k, v; gate, up), cuts them over the ranks of an engine and pads vocabularies; each of its
 layer classes does that in its own way, and only those known here are trusted. All is decided from shapes, before any
 weight exists: a reshard is then a list of copies between views. Some models (Phi-3, GLM-4) come with matrices fused as
-vLLM fuses them. Experts lie stacked on both sides alike, for engines of one rank. Transposed matrices have no
-counterpart, and a model with them is refused (loader.py).
+vLLM fuses them. Experts lie stacked on both sides, for engines of one rank; the table says where each one's matrix is
+transposed (gpt-oss). Other transposed matrices have no counterpart, and a model with them is refused (loader.py).
 
 A slice is a range of rows or of columns. Left out: how the values get there (the strategies beside this file).
 """
@@ -29,17 +29,21 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class Slice:
-    """`length` indices along `dim`, from `source` on in the Hugging Face parameter, from `target` on in vLLM's."""
+    """`length` indices along `dim`, from `source` on in the Hugging Face parameter, from `target` on in vLLM's.
+
+    Of a `transposed` one the last two dimensions change places first.
+    """
 
     part: str
     dim: int
     source: int
     target: int
     length: int
+    transposed: bool = False
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the view of the Hugging Face parameter."""
-        return whole.narrow(self.dim, self.source, self.length)
+        return (whole.mT if self.transposed else whole).narrow(self.dim, self.source, self.length)
 
     def within(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the view of vLLM's parameter."""
@@ -114,13 +118,15 @@ def _slices(
         return None
     slices, filled = [], 0
     for part, (dim, source, length) in zip(parts, ranges, strict=True):
-        whole = tuple(shapes[part])
+        whole, transposed = tuple(shapes[part]), part.endswith(family.transposed)
+        if transposed:
+            whole = (*whole[:-2], whole[-1], whole[-2])
         fits = len(whole) == len(target) and all(
             size == target[other] for other, size in enumerate(whole) if other != dim
         )
         if not fits or source + length > whole[dim]:
             return None
-        slices.append(Slice(part, dim, source, filled, length))
+        slices.append(Slice(part, dim, source, filled, length, transposed))
         filled += length
     dim = ranges[0][0]
     return tuple(slices) if filled == target[dim] or _padded(layer) and filled < target[dim] else None

@@ -14,17 +14,20 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
+from penstock.benchmarks.workload.families import write_family
 from penstock.checks.model import check_model_folder
 from penstock.data.tokenizer import make_byte_tokenizer
 from penstock.engines.batches.packing import Rows, pack
 from penstock.engines.families.images import of_decoder
+from penstock.engines.families.table import family_of
 from penstock.engines.kernels.attention import packed_attention
 from penstock.engines.models.loading import load_causal_lm, start_reward_model
-from penstock.engines.models.models import PackedPolicy, PackedRewardModel
+from penstock.engines.models.models import PackedPolicy, PackedRewardModel, language_head
 from tests.engines.rows import random_rows
 from tests.engines.shared_ranks import EOS, PAD, VOCABULARY
 from tests.engines.unpacked import load_unpacked, row_logprobs
@@ -60,6 +63,7 @@ LATENT = {
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
+    "head_dim": 8,  # of the rotary part
     "v_head_dim": 12,
     "num_key_value_heads": 4,
     "n_routed_experts": 4,
@@ -90,6 +94,8 @@ GOOD: dict[str, dict[str, Any]] = {
     "Phi3Config": {"rope_parameters": LONG, "original_max_position_embeddings": 40},
     "Olmo3Config": {"sliding_window": 4, "layer_types": BY_TURNS},
     "Exaone4Config": {"sliding_window": 4},
+    "GptOssConfig": {**HEADS, **EXPERTS, "sliding_window": 4},
+    "DeepseekV3Config": LATENT,
     **dict.fromkeys(
         (
             *("MistralConfig", "Ministral3Config", "OlmoConfig", "Olmo2Config", "SmolLM3Config"),
@@ -99,16 +105,15 @@ GOOD: dict[str, dict[str, Any]] = {
     ),
     **dict.fromkeys(("GlmConfig", "Glm4Config", "HeliumConfig", "MinistralConfig", "HunYuanDenseV1Config"), HEADS),
 }
-LOUD = {"Gemma2Config", "VaultGemmaConfig"}  # of which the library's own kernel leaves the cap of the scores out
+LOUD = {"Gemma2Config", "VaultGemmaConfig", "GptOssConfig"}  # the library's own kernel leaves out caps, and sinks
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "GptOssConfig": ({**HEADS, **EXPERTS, "sliding_window": 128}, "attention sinks"),
     "Lfm2Config": ({"layer_types": ["conv", "full_attention"]}, "layers of the type 'conv'"),
     "Qwen3NextConfig": ({**HEADS, **EXPERTS, **LINEAR}, "layers of the type 'linear_attention'"),
     "FalconH1Config": ({}, "carries a state from token to token"),
     "Qwen3Config": ({**HEADS, "final_logit_softcapping": 30.0}, "sets 'final_logit_softcapping'"),
     "MistralConfig": ({"attn_logit_softcapping": 30.0}, "sets 'attn_logit_softcapping'"),
     "OPTConfig": ({"logit_scale": 0.5}, "sets 'logit_scale'"),
-    "DeepseekV3Config": (LATENT, "multi-head latent attention"),
+    "MiniCPM3Config": (LATENT, "multi-head latent attention"),
     "Qwen2Config": ({"rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 4.0}}, "of the type 'dynamic'"),
 }
 
@@ -174,6 +179,19 @@ def test_what_only_the_models_class_says_is_refused_when_it_is_loaded(tmp_path: 
     folder = _write(tmp_path, "BloomConfig", sizes)
     with pytest.raises(UserError, match="an attention of its own"):
         load_causal_lm(folder, torch.float32, False)
+
+
+@pytest.mark.parametrize("name", ["GLM-4.5", "Trinity", "MiniMax M2"])
+def test_what_corrects_a_choice_of_experts_is_read_exactly(name: str, tmp_path: Path) -> None:
+    """The library itself would round some families'. Control: other weights are rounded."""
+    folder = write_family(name, tmp_path / "model")
+    given, lm = load_file(folder / "model.safetensors"), load_causal_lm(folder, torch.bfloat16, False)
+    family = family_of(lm.config.model_type)
+    held = {part: value for part, value in lm.named_parameters() if part.endswith(family.corrections)}
+    assert held and all(value.dtype is torch.float32 and not value.requires_grad for value in held.values())
+    biases = sorted(value.tolist() for part, value in given.items() if part.endswith(family.corrections))
+    assert sorted(value.tolist() for value in held.values()) == biases
+    assert language_head(lm).weight.dtype is torch.bfloat16
 
 
 @torch.no_grad()
@@ -249,13 +267,59 @@ def test_the_attention_itself_refuses_what_it_would_leave_out() -> None:
     batch = pack(random_rows(3), [0, 1, 2], torch.device("cpu"))
     heads = torch.ones(1, 4, len(batch.tokens_N), 8)
     packed_attention(torch.nn.Identity(), heads, heads, heads, None, packing=batch.layout, s_aux=None, softcap=None)
-    with pytest.raises(UserError, match="attention sinks"):
-        packed_attention(torch.nn.Identity(), heads, heads, heads, None, packing=batch.layout, s_aux=torch.zeros(4))
-    with pytest.raises(UserError, match="caps its attention scores"):
-        on_a_gpu = replace(batch.layout, slots_K=None)
-        packed_attention(torch.nn.Identity(), heads, heads, heads, None, packing=on_a_gpu, softcap=50.0)
-    with pytest.raises(UserError, match="values of another size"):
-        packed_attention(torch.nn.Identity(), heads, heads, heads[..., :6], None, packing=batch.layout)
+    on_a_gpu = replace(batch.layout, slots_K=None)
+    for message, value, others in (
+        ("attention sinks", heads, {"s_aux": torch.zeros(4)}),
+        ("caps its attention scores", heads, {"softcap": 50.0}),
+        ("values of another size", heads[..., :6], {}),
+    ):
+        packed_attention(torch.nn.Identity(), heads, heads, value, None, packing=batch.layout, **others)
+        with pytest.raises(UserError, match=f"{message}.*no packed kernel on a GPU"):
+            packed_attention(torch.nn.Identity(), heads, heads, value, None, packing=on_a_gpu, **others)
+
+
+def test_sinks_have_the_gradient_of_a_softmax_with_one_score_more(tmp_path: Path) -> None:
+    """Of each head, as the library has it of each row alone. Control: the gradient of sinks elsewhere is another."""
+    folder, rows = _write(tmp_path, "GptOssConfig", GOOD["GptOssConfig"]), random_rows(5)
+    policy = PackedPolicy(load_causal_lm(folder, torch.float32, False)).eval()
+    oracle = load_unpacked(folder, attention="eager")
+
+    def gradients(model: Any, logprobs_T: torch.Tensor) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        logprobs_T.sum().backward()
+        return {name: value.grad.clone() for name, value in model.named_parameters() if name.endswith("sinks")}
+
+    ours = gradients(policy.lm, policy(pack(rows, [0, 1, 2, 3, 4], torch.device("cpu")), 1.0)[0])
+    theirs = gradients(oracle, torch.cat([row_logprobs(oracle, rows, row)[0] for row in range(len(rows))]))
+    assert len(ours) == 2 and all(value.abs().min() > 1e-4 for value in ours.values())
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        policy.lm.get_parameter("model.layers.0.self_attn.sinks").add_(1.0)
+    moved = gradients(policy.lm, policy(pack(rows, [0, 1, 2, 3, 4], torch.device("cpu")), 1.0)[0])
+    assert all((moved[name] - value).abs().max() > 1e-3 for name, value in ours.items())
+
+
+@pytest.mark.parametrize(("family", "what"), [("GptOssConfig", "attention sinks"), ("DeepseekV3Config", "latent")])
+def test_what_has_a_kernel_on_a_cpu_alone_is_refused_where_there_is_a_gpu(
+    family: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything starts. Control: without a GPU it is not."""
+    folder = _write(tmp_path, family, GOOD[family])
+    check_model_folder(folder, "model.path")
+    monkeypatch.setattr("penstock.checks.model.visible_gpus", lambda: ["0"])
+    with pytest.raises(UserError, match=f"{what}.*no packed kernel on a GPU"):
+        check_model_folder(folder, "model.path")
+
+
+def test_quantised_weights_are_refused_by_their_kind(tmp_path: Path) -> None:
+    """As gpt-oss comes from the Hub. Control: without the entry the same folder passes."""
+    folder = _write(tmp_path, "GptOssConfig", GOOD["GptOssConfig"])
+    check_model_folder(folder, "model.path")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(UserError, match=r"quantised weights \(mxfp4"):
+        check_model_folder(folder, "model.path")
 
 
 def test_settings_of_a_decoder_stand_inside_or_beside_the_others() -> None:

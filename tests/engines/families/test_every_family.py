@@ -1,6 +1,6 @@
 """Families of models through the real engines, as `penstock bench families` measures them.
 
-One by a class of vLLM's own that caps logits and scores, two with experts, and one that vLLM builds from the
+One by a class of vLLM's own that caps logits and scores, three with experts, and one that vLLM builds from the
 Transformers library's are in `make test-slow`. That packed rows of each are the library's is test_architecture.py's.
 """
 
@@ -10,16 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from penstock.benchmarks.families.measuring import measure_folder
-from penstock.benchmarks.workload.families import FAMILIES, REFUSED, write_family
+from penstock.benchmarks.workload.families import FAMILIES, REFUSED, SIZES, write_family
 from penstock.configs.schema import TrainConfig
+from penstock.engines.families.table import family_of
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import SMALL, Ranks
 
 EQUAL, STALE = 1e-5, 1e-2  # mean difference of log-probs in float32
 TRAINED = [name for name in FAMILIES if name not in REFUSED]
-ONE_OF_EACH_KIND = ("Gemma 2", "OLMo 2", "Qwen 3 MoE", "GLM-4.5")
+ONE_OF_EACH_KIND = ("Gemma 2", "OLMo 2", "Qwen 3 MoE", "GLM-4.5", "gpt-oss")
 
 
 @pytest.mark.slow
@@ -29,13 +31,15 @@ ONE_OF_EACH_KIND = ("Gemma 2", "OLMo 2", "Qwen 3 MoE", "GLM-4.5")
 def test_what_is_trained_is_what_vllm_serves(name: str, tmp_path: Path) -> None:
     """Packed rows, gradients, vLLM after an update and with adapters, what is written: all as the library has it.
 
-    Every parameter is the trainer's own. Control: the policy before the update is another by far.
+    Every parameter is the trainer's own, but for those that vLLM has transposed. Control: the policy before the
+    update is another by far.
     """
     row = measure_folder(write_family(name, tmp_path / "model"), tmp_path / "work")
     assert "refused" not in row
     assert max(row[figure] for figure in ("packed", "gradient", "rollout", "lora", "exported")) < EQUAL
     assert row["stale"] > STALE
-    assert row["parameters_shared"] > 0 == row["parameters_copied"]
+    transposed = len(family_of(row["model_type"]).transposed) * SIZES["num_hidden_layers"]
+    assert row["parameters_shared"] > 0 and row["parameters_copied"] == transposed
 
 
 @pytest.mark.slow
@@ -69,6 +73,30 @@ def _after_a_step(ranks: Ranks, folder: Path, work: Path) -> dict[str, torch.Ten
     ranks.ask("update_actor", path=path, version=0, split=split, loss=LOSS, learning_rate=1e-2)
     ranks.ask("reshard", version=1)
     return before
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("family", ["GLM-4.5", "Trinity"])
+def test_what_corrects_a_choice_stays_exact_beside_bfloat16(family: str, one_rank: Ranks, tmp_path: Path) -> None:
+    """In the trainer, in vLLM and in what is written. Control: all else is rounded, and has moved."""
+    folder = write_family(family, tmp_path / "model")
+    model = {"path": str(folder), "dtype": "bfloat16"}
+    assert one_rank.build(folder, ("actor", "rollout"), model=model).strategy == "shared"
+    one_rank.ask("reshard", version=0)
+    path = write_rows(tmp_path / "rows.parquet", random_rows(8))
+    split = {**SPLIT, "mini_batches": 2, "micro_batch_tokens": 32}
+    one_rank.ask("update_actor", path=path, version=0, split=split, loss=LOSS, learning_rate=1e-2)
+    one_rank.ask("reshard", version=1)
+    assert one_rank.ask("mismatches")[0]["names"] == []
+    one_rank.ask("export", folder=str(tmp_path / "written"))
+    given, written = (load_file(where / "model.safetensors") for where in (folder, tmp_path / "written"))
+    corrections = [name for name in given if name.endswith(("e_score_correction_bias", "expert_bias"))]
+    assert corrections and all(torch.equal(written[name], given[name]) for name in corrections)
+    assert all((given[name].bfloat16().float() != given[name]).any() for name in corrections)
+    others = [name for name in written if name not in corrections]
+    assert all(written[name].dtype is torch.bfloat16 for name in others)
+    assert not torch.equal(written["lm_head.weight"].float(), given["lm_head.weight"])
 
 
 @pytest.mark.slow

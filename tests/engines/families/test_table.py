@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
+from penstock.benchmarks.workload.families import write_family
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.trainer import LoraConfig
 from penstock.engines.families import table
@@ -33,14 +34,17 @@ from tests.engines.shared_ranks import SMALL, Ranks
 from tests.engines.sums import sums_of
 
 ROLES = ("actor", "rollout")
-THROUGH_TRANSFORMERS = ("vaultgemma",)  # vLLM has no class of theirs; test_every_family.py looks at what it made
+THROUGH_TRANSFORMERS = (
+    "vaultgemma",
+    "gpt_neox",
+)  # vLLM has no class of theirs; test_every_family.py looks at what it made
 DECODERS = [row for row in FAMILIES if not row.encoder]  # of models that see: test_images.py
 DENSE = [name for row in DECODERS if not row.experts for name in row.model_types]
 EQUAL = 1e-5  # mean difference of log-probs in float32
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "pad_token_id": 0}
 EXPERTS = {
     **{"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_intermediate_size": 32},
-    **{"n_group": 1, "first_k_dense_replace": 0, "num_dense_layers": 0},
+    **{"n_group": 1, "first_k_dense_replace": 0, "num_dense_layers": 0, "mlp_layer_types": ["sparse"]},
 }
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
 
@@ -190,6 +194,24 @@ def test_what_is_counted_without_torch_goes_by_the_row(row: None, folder: Path) 
     attach(lm, lora, seed=0)
     adapters = sum(layer.lora_A.numel() + layer.lora_B.numel() for layer in adapted_layers(lm).values())
     assert shape.adapter_parameters(lora) == adapters > 0
+
+
+@pytest.mark.parametrize(("name", "adapted"), [("DeepSeek-V3", ["q_a_proj", "kv_b_proj"]), ("Moonlight", ["q_proj"])])
+def test_latent_attention_is_counted_by_its_sizes(name: str, adapted: list[str], tmp_path: Path) -> None:
+    """Each matrix as the library makes it. Control: a dense model of the same sizes has others."""
+    folder = write_family(name, tmp_path / "model")
+    shape, lm = read_shape(folder), load_causal_lm(folder, torch.float32, False)
+    made = {
+        part: tuple(module.weight.shape)
+        for part, module in lm.model.layers[0].self_attn.named_children()
+        if isinstance(module, torch.nn.Linear)
+    }
+    assert shape.matrices == made and set(made) >= {"kv_a_proj_with_mqa", "kv_b_proj"}
+    assert shape.explained and (shape.head_size, shape.value_size) == (32, 24)
+    attach(lm, LoraConfig(targets=adapted), seed=0)
+    adapters = sum(layer.lora_A.numel() + layer.lora_B.numel() for layer in adapted_layers(lm).values())
+    assert shape.adapter_parameters(LoraConfig(targets=adapted)) == adapters > 0
+    assert "kv_b_proj" not in read_shape(write_family("Llama", tmp_path / "dense")).matrices
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.engines.families.table import USUAL
+from penstock.engines.families.table import USUAL, family_of
 from penstock.engines.weights.slices import counterparts
 
 HIDDEN = 16
@@ -174,3 +174,17 @@ def test_what_is_not_known_has_no_counterpart(as_rank: Any) -> None:
     assert known(VocabParallelEmbedding(64, HIDDEN), {"embed.weight": (60, HIDDEN)}, "embed") == 0
     assert known(nn.LayerNorm(HIDDEN), {"norm.weight": (HIDDEN,)}, "norm") == 1
     assert known(nn.LayerNorm(HIDDEN), {"norm.weight": (HIDDEN + 1,)}, "norm") == 0
+
+
+def test_experts_that_vllm_has_transposed_are_written_so() -> None:
+    """Square ones, too, whose sizes tell nothing. Control: by a row that does not say so they are another matrix."""
+    name = "model.layers.0.mlp.experts"
+    model = nn.Module()
+    model.register_parameter("w2_weight", nn.Parameter(torch.zeros(2, HIDDEN, HIDDEN)))
+    served = nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict()])})})
+    served.get_submodule("model.layers.0").add_module("mlp", nn.ModuleDict({"experts": model}))
+    whole = torch.randn(2, HIDDEN, HIDDEN)
+    for row, expected in ((family_of("gpt_oss"), whole.mT), (family_of("qwen3_moe"), whole)):
+        (found,) = counterparts(served, {f"{name}.down_proj": whole.shape}, row)
+        (piece,) = found.slices
+        assert torch.equal(piece.of(whole), expected) and piece.transposed == (row is family_of("gpt_oss"))
