@@ -21,6 +21,9 @@ from penstock.engines.families.table import family_of
 
 REMEDY = "use another model, e.g. of the Llama, Qwen3 or Gemma 3 family"
 
+STATE_ON_GPU = "carries a state from token to token, which is computed row by row on a CPU alone so far"
+STATE_IN_SHARES = "carries a state from token to token, of which ranks cannot compute parts"
+
 CAPPED_ON_GPU = "caps its attention scores, for which there is no packed kernel on a GPU"
 
 
@@ -39,6 +42,9 @@ def check_architecture(
         UserError: it does not.
     """
     family, settings = family_of(settings.get("model_type", "")), of_decoder(settings)
+    if family.incomparable:
+        why = f"{where} {family.incomparable}: nobody has compared what is trained with what generates"
+        raise UserError(why, REMEDY)
     known = {*family.score_caps, *family.logit_factors, *family.logit_divisors, *family.logit_caps}
     looked_at = (*family.score_settings, *(family.logit_settings if head else ()))
     if changed := [name for name in looked_at if name not in known and settings.get(name) not in (None, 1.0)]:

@@ -67,6 +67,26 @@ def _apply_experts(
         output.index_add_(0, token_R, down_RH * topk_weights[token_R, choice_R, None].to(down_RH.dtype))
 
 
+def turn_every_head_on_cpu() -> None:
+    """Let vLLM's rotary positions on CPUs reach all heads.
+
+    Its kernel counts them by the last dimension: of queries as [tokens, heads, size], as LFM2 has them, it turns the
+    first head alone.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    own: Any = RotaryEmbedding.forward_cpu
+
+    def turned(rotary: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+        if query.dim() != 3 or key is None:
+            return own(rotary, positions, query, key)
+        query_T, key_T = own(rotary, positions, query.flatten(1), key.flatten(1))
+        return query_T.view(query.shape), key_T.view(key.shape)
+
+    replaced: Any = RotaryEmbedding
+    replaced.forward_cpu = turned
+
+
 def keep_cpu_engines_off_shared_memory() -> None:
     """Let the ranks of a CPU engine speak through torch.distributed.
 
@@ -94,6 +114,7 @@ def prepare_vllm(cuda: bool, architectures: Sequence[str]) -> None:
         keep_plain_linear_on_cpu()
         keep_plain_experts_on_cpu()
         keep_cpu_engines_off_shared_memory()
+        turn_every_head_on_cpu()
     inspect_in_this_process(architectures)
 
 

@@ -51,8 +51,8 @@ def plan(names: Iterable[str], family: Family) -> list[FusedParameter]:
 
 def _served_name(name: str, family: Family) -> str:
     for own, served in family.served_names:
-        if name.startswith(own):
-            return served + name.removeprefix(own)
+        if name.startswith(own) or own.startswith(".") and own in name:
+            return name.replace(own, served, 1)
     return name
 
 
