@@ -124,7 +124,7 @@ class ModelShape:
     def explained(self) -> bool:
         """Whether the sizes explain the parameters within 3 %: adapters, or layers that differ, are something else."""
         embedding = self.vocabulary * self.hidden_size
-        return any(
+        return not self.family.mixers and any(
             abs((self.parameters - self.frozen) / (self.block_matrices + count * embedding) - 1) < 0.03
             for count in (1, 2)
         )
