@@ -17,6 +17,7 @@ from penstock.configs.sections.run import Role
 from penstock.configs.sections.trainer import CriticConfig, TrainerConfig
 from penstock.engines.families.architecture import (
     CAPPED_ON_GPU,
+    STATE_ON_GPU,
     check_architecture,
     classifies,
     on_cpus_alone,
@@ -52,6 +53,7 @@ def check_model(config: TrainConfig, scores: bool = False) -> None:
     check_trust(config.model)
     check_model_folder(Path(config.model.path), "model.path", scores, config.model.code)
     check_sight(Path(config.model.path), config.data.image_column)
+    check_states(config)
     check_attention(config)
 
 
@@ -86,6 +88,46 @@ def refuse_sight(path: str | None, why: str) -> None:
     """
     if path is not None and (Path(path) / "config.json").is_file() and sees(read_settings(Path(path))):
         raise UserError(f"the model in {path} sees images, and {why}", "use a model of text")
+
+
+def check_states(config: TrainConfig) -> None:
+    """Refuse what nobody has compared yet of a model whose layers carry a state from token to token.
+
+    Raises:
+        UserError: names it.
+    """
+    folder = Path(str(config.model.path))
+    if not family_of(read_settings(folder).get("model_type", "")).mixers:
+        return
+    trainers = {"actor": config.actor, "critic": config.critic, "sft": config.sft}
+    given = {
+        "environment": config.environment is not None,
+        "groups": bool(config.groups),
+        **{f"rollout.{name}": getattr(config.rollout, name) is not None for name in ("tail", "carry", "stream")},
+        "rollout.tensor_parallel above 1": config.rollout.tensor_parallel > 1,
+        **{f"{name}.sequence_parallel": getattr(part, "sequence_parallel", 1) > 1 for name, part in trainers.items()},
+        **{f"{name}.zero_stage=3": part is not None and part.zero_stage == 3 for name, part in trainers.items()},
+    }
+    if names := [name for name, is_given in given.items() if is_given]:
+        raise UserError(
+            f"the model in {folder} has layers that carry a state from token to token, and does not go with "
+            f"{', '.join(names)}: that trainer and rollout agree there is not shown yet",
+            "remove it, or use another model",
+        )
+
+
+def check_served_alone(folder: Path) -> None:
+    """Check that vLLM's own server, without what Penstock changes in vLLM, serves what was trained.
+
+    Raises:
+        UserError: its layers carry a state, and nobody has compared the two; vLLM 0.32 on a CPU turns one head of LFM2.
+    """
+    if family_of(read_settings(folder).get("model_type", "")).mixers:
+        raise UserError(
+            f"the model in {folder} has layers that carry a state from token to token, and nobody has compared vLLM's "
+            "own server with the trainer",
+            "generate with penstock evaluate, or use another model",
+        )
 
 
 def check_served_images(folder: Path) -> None:
@@ -135,6 +177,8 @@ def check_model_folder(folder: Path, key: str, scores: bool = False, code: Code 
     settings = read_settings(folder)
     check_architecture(settings, weight_shapes(folder), f"{key}: {folder}", head=not scores)
     check_kernel(folder, key, settings)
+    if family_of(settings.get("model_type", "")).mixers and visible_gpus():
+        raise unpackable(f"{key}: {folder}", STATE_ON_GPU)
 
 
 def check_optimizers(config: TrainConfig) -> None:

@@ -45,6 +45,7 @@ def _training(settings: Mapping[str, Any]) -> Iterator[Diagnosis]:
     done += [f"logits capped at {rule.cap:g}"] if rule.cap is not None else []
     done += [f"logits times {rule.factor:g}"] if rule.factor != 1 else []
     done += ["images (on a CPU)"] if family.encoder else []
+    done += ["states from token to token, row by row (on a CPU)"] if family.mixers else []
     done += ["attention's scores capped"] if any(settings.get(name) for name in family.score_caps) else []
     yield Diagnosis("training", "ok", "; ".join(done))
     if (longest := longest_row(settings)) is not None:

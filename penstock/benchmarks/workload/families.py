@@ -79,12 +79,56 @@ LINEAR = {
     "shared_expert_intermediate_size": 32,
     "layer_types": ["linear_attention", "full_attention"],
 }
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,  # shorter than rows
+}
+NO_EXPERTS = {
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 96,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+MULTIPLIED = {
+    "lm_head_multiplier": 0.5,
+    "embedding_multiplier": 2.0,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.5,
+    "attention_out_multiplier": 0.6,
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.8,
+    "ssm_multipliers": [0.9, 1.1, 1.2, 0.8, 1.3],
+    "mlp_multipliers": [0.7, 1.4],
+}
+NEMOTRON = {
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 8,
+    "num_hidden_layers": 3,
+    "layers_block_type": ["mamba", "attention", "mlp"],
+}
+SHORT_CONVOLUTIONS = {
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "conv_bias": True,
+    "conv_dim": 128,  # the sizes that vLLM reads, as files on the Hub have them
+    "block_dim": 128,
+    "block_auto_adjust_ff_dim": False,
+}
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "StableLM": ("stablelm", {}),
     "Nemotron": ("nemotron", {}),
     "Apertus": ("apertus", {}),
     "ERNIE 4.5 MoE": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}),
+    "Qwen 3.5": ("qwen3_5_text", LINEAR),
     "Qwen 3 Next": ("qwen3_next", {**EXPERTS, **LINEAR}),
+    "Jamba": ("jamba", {**EXPERTS, "num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1}),
+    "Bamba": ("bamba", {**MAMBA, "attn_layer_indices": [1]}),
     "Mamba 2": ("mamba2", {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1}),
 }
 SPECIAL = {"image": 60, "video": 61, "vision_start": 62, "vision_end": 63}  # tokens of models that see
@@ -166,6 +210,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4.7 Flash": ("glm4_moe_lite", {**LATENT, **GROUPED, **CORRECTED}),
     "Qwen 2.5 VL": ("qwen2_5_vl", {}),
     "Qwen 3 VL": ("qwen3_vl", {}),
+    "Granite 4 (Mamba 2)": ("granitemoehybrid", {**SCALED, **MAMBA, **NO_EXPERTS}),
+    "Falcon-H1": (
+        "falcon_h1",
+        {
+            **MAMBA,
+            **MULTIPLIED,
+            "mamba_d_ssm": 256,
+            "mamba_n_groups": 2,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+        },
+    ),
+    "Nemotron-H": ("nemotron_h", NEMOTRON),
+    "LFM2": ("lfm2", SHORT_CONVOLUTIONS),
     **REFUSED,
 }
 

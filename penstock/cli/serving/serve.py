@@ -28,7 +28,7 @@ from pathlib import Path
 
 from penstock.base.errors import UserError
 from penstock.base.interrupts import interrupts_deferred
-from penstock.checks.model import check_served_images
+from penstock.checks.model import check_served_alone, check_served_images
 from penstock.checks.model_code import check_own_code
 from penstock.cli.prefect.server import end_with_this_process
 from penstock.engines.families.architecture import classifies
@@ -108,6 +108,7 @@ def serve(
     by_hand = f"read that code; if you trust it, vLLM's own command loads it: vllm serve {folder} --trust-remote-code"
     check_own_code(folder, "the model", None, by_hand)
     check_served_images(folder)
+    check_served_alone(folder)
     url, gpus = f"http://127.0.0.1:{port}", len(visible_gpus())
     command = server_command(folder, port, gpu_memory, gpus, name)
     if _answers(url) is not None:

@@ -21,6 +21,9 @@ from penstock.engines.families.table import family_of
 
 REMEDY = "use another model, e.g. of the Llama, Qwen3 or Gemma 3 family"
 
+STATE_ON_GPU = "carries a state from token to token, which is computed row by row on a CPU alone so far"
+STATE_IN_SHARES = "carries a state from token to token, of which ranks cannot compute parts"
+
 
 def on_cpus_alone(what: str) -> str:
     """Return what is wrong on a GPU with a model whose attention is or has `what`."""
@@ -48,6 +51,9 @@ def check_architecture(
     if quantised := settings.get("quantization_config"):
         kind = quantised.get("quant_method", "of a kind that it does not tell")
         raise unpackable(where, f"has quantised weights ({kind}; save it in bfloat16 or float32 first)")
+    if family.incomparable:
+        why = f"{where} {family.incomparable}: nobody has compared what is trained with what generates"
+        raise UserError(why, REMEDY)
     known = {*family.score_caps, *family.logit_factors, *family.logit_divisors, *family.logit_caps}
     looked_at = (*family.score_settings, *(family.logit_settings if head else ()))
     if changed := [name for name in looked_at if name not in known and settings.get(name) not in (None, 1.0)]:

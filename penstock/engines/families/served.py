@@ -34,7 +34,8 @@ def check_served(settings: Mapping[str, Any], weights: Iterable[str], where: str
         where: what the message calls it.
 
     Raises:
-        UserError: it is a mixture of experts, and its family's row does not say how vLLM calls them.
+        UserError: it is a mixture of experts, and its family's row does not say how vLLM calls them; or it has a
+            setting that vLLM does not heed.
     """
     family = family_of(settings.get("model_type", ""))
     counted = [name for name in family.expert_settings if (settings.get(name) or 0) > 1]
@@ -42,6 +43,16 @@ def check_served(settings: Mapping[str, Any], weights: Iterable[str], where: str
     if (counted or named) and not family.experts:
         evidence = f"'{counted[0]}' is {settings[counted[0]]}" if counted else f"it has '{named[0]}'"
         raise unserved(where, f"is a mixture of experts ({evidence}), whose weights no reshard can compare with vLLM's")
+    for name, known in family.unheeded:
+        if (value := _plain(settings.get(name))) is not None and value != known:
+            raise unserved(where, f"sets '{name}', and vLLM computes as if it were {known}")
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as a file has it or the library, which writes infinity as an object, and ranges as tuples."""
+    if isinstance(value, Mapping) and "__float__" in value:
+        return float(value["__float__"])
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def unserved(where: str | Path, what: str) -> UserError:

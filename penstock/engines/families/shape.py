@@ -170,7 +170,7 @@ class ModelShape:
     def explained(self) -> bool:
         """Whether the sizes explain the parameters within 3 %: adapters, or layers that differ, are something else."""
         embedding = self.vocabulary * self.hidden_size
-        return any(
+        return not self.family.mixers and any(
             abs((self.parameters - self.encoder) / (self.block_matrices + count * embedding) - 1) < 0.03
             for count in (1, 2)
         )
@@ -201,10 +201,11 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
     config = of_decoder(config)
     heads, model_type = config["num_attention_heads"], config.get("model_type", "")
     latent = _latent(config)
+    blocks = config.get("layers_block_type")  # by which some say how many layers there are
     windowed_layers, query_norm = _windowed_layers(config), f".{family_of(model_type).query_norm}.weight"
     return ModelShape(
         parameters=sum(prod(shape) for shape in weights.values()),
-        layers=config["num_hidden_layers"],
+        layers=len(blocks) if blocks else config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],
         heads=heads,

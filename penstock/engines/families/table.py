@@ -12,6 +12,8 @@ served.py), sizes (shape.py). No torch here: the checks before a start read it a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
+from typing import Any
 
 WINDOWED = "sliding_attention"
 
@@ -53,7 +55,11 @@ class Family:
         positions_in_two: types with one table of frequencies up to a length and another one beyond (longest_row.py).
         disputed_window: whether vLLM's sliding window is one token longer than transformers'.
         state_weights: parts of weights' names in layers that carry a state across sequences: state space, linear
-            attention, convolution.
+            attention, convolution; refused.
+        unheeded: settings of such layers that vLLM does not heed, with the one value of which it computes what the
+            library does; others are refused.
+        incomparable: what keeps all of the family from being trained, as a message says it; empty: nothing.
+        mixers: classes of such layers of which each row is computed by itself (penstock/engines/kernels/mixers.py).
         sink_weights: last parts of weights' names in attention with sinks.
         no_gpu_kernel: what its attention does that packed training has a kernel for on a CPU alone; empty: nothing.
         experts: how parameters of experts and of their routers end here, and how in vLLM, where both stack the experts
@@ -69,8 +75,8 @@ class Family:
             MLP beside them that all tokens pass.
         encoder: where the encoder of images lies in transformers, and language: the decoder that reads what it makes
             (images.py); empty: the family has no images.
-        served_names: how weights' names begin here, and in vLLM, where that differs.
-        served_parts: parts of weights' names here, and in vLLM, likewise.
+        served_names: how weights' names begin here, and in vLLM, where that differs; with a dot in front a part of
+            them.
         stacked: matrices in which queries, keys and values come stacked in vLLM's order, by other names than its own.
     """
 
@@ -84,7 +90,7 @@ class Family:
     gated_mlps: tuple[str, ...] = ()
     layer_types: tuple[str, ...] = ("full_attention", WINDOWED)
     score_settings: tuple[str, ...] = ("attn_logit_softcapping",)
-    logit_settings: tuple[str, ...] = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+    logit_settings: tuple[str, ...] = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
     score_caps: tuple[str, ...] = ()
     logit_factors: tuple[str, ...] = ()
     logit_divisors: tuple[str, ...] = ()
@@ -94,6 +100,9 @@ class Family:
     positions_in_two: tuple[str, ...] = ("longrope", "su")
     disputed_window: bool = False
     state_weights: tuple[str, ...] = ("A_log", "conv", "conv1d")
+    unheeded: tuple[tuple[str, Any], ...] = ()
+    incomparable: str = ""
+    mixers: tuple[str, ...] = ()
     sink_weights: tuple[str, ...] = ("sinks",)
     no_gpu_kernel: str = ""
     experts: tuple[tuple[str, str], ...] = ()
@@ -107,7 +116,6 @@ class Family:
     encoder: str = ""
     language: str = ""
     served_names: tuple[tuple[str, str], ...] = ()
-    served_parts: tuple[tuple[str, str], ...] = ()
     stacked: tuple[str, ...] = ()
 
     @property
@@ -128,6 +136,8 @@ class Family:
 
 USUAL = Family()
 LATENT = "compresses keys and values (multi-head latent attention)"
+MAMBA = ("in_proj", "conv1d")  # of Mamba 2: what comes stacked as in vLLM
+ANY_STEP = ("time_step_limit", [0.0, inf])
 
 
 def _experts_in(block: str, own: str = "mlp") -> tuple[tuple[str, str], ...]:
@@ -156,7 +166,9 @@ FAMILIES: tuple[Family, ...] = (
         corrected=True,
         corrections=("expert_bias",),
     ),
-    Family(("minimax_m2",), experts=_experts_in("mlp"), corrected=True, served_parts=(("mlp", "block_sparse_moe"),)),
+    Family(
+        ("minimax_m2",), experts=_experts_in("mlp"), corrected=True, served_names=((".mlp.", ".block_sparse_moe."),)
+    ),
     Family(("cohere2_moe",), logit_factors=("logit_scale",), disputed_window=True, experts=_experts_in("mlp")),
     Family(
         ("granitemoe",),
@@ -185,7 +197,7 @@ FAMILIES: tuple[Family, ...] = (
             ("mlp.experts.down_proj_bias", "mlp.experts.w2_bias"),
         ),
         transposed=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
-        served_parts=(("self_attn", "attn"), ("embed_tokens", "embedding")),
+        served_names=((".self_attn.", ".attn."), (".embed_tokens.", ".embedding.")),
     ),
     Family(
         ("mixtral",), experts=(("mlp.gate.weight", "block_sparse_moe.gate.weight"), *_experts_in("block_sparse_moe"))
@@ -211,6 +223,58 @@ FAMILIES: tuple[Family, ...] = (
             ("lm_head.", "language_model.lm_head."),
         ),
         stacked=("qkv",),
+    ),
+    Family(
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"),
+        incomparable="has gated delta nets, which vLLM computes on a CPU in bfloat16 alone",
+    ),
+    Family(
+        ("mamba", "falcon_mamba", "jamba"),
+        incomparable="has layers of Mamba 1, for whose scan vLLM has no kernel on a CPU",
+    ),
+    Family(
+        ("bamba",), incomparable="has layers of Mamba 2 and no class in vLLM, which builds such from no other library's"
+    ),
+    Family(
+        ("granitemoehybrid",),
+        gate_up=Linear("input_linear", ("input_linear",)),
+        down=Linear("output_linear", ("output_linear",)),
+        logit_divisors=("logits_scaling",),
+        layer_types=("linear_attention", "full_attention", "mamba", "attention"),
+        state_weights=(),
+        unheeded=(ANY_STEP, ("mamba_n_groups", 1)),
+        mixers=("GraniteMoeHybridMambaLayer",),
+        stacked=MAMBA,
+    ),
+    Family(
+        ("falcon_h1",),
+        logit_factors=("lm_head_multiplier",),
+        state_weights=(),
+        unheeded=(ANY_STEP, ("mamba_norm_before_gate", False)),
+        mixers=("FalconH1Mixer",),
+        served_names=((".mamba.", ".mamba.mamba."),),
+        stacked=MAMBA,
+    ),
+    Family(
+        ("nemotron_h",),
+        gate_up=Linear("up_proj", ("up_proj",)),
+        state_weights=(),
+        mixers=("NemotronHMamba2Mixer",),
+        expert_settings=(),
+        served_names=(("model.embeddings.", "model.embed_tokens."),),
+        stacked=MAMBA,
+    ),
+    Family(
+        ("lfm2",),
+        attention_output=Linear("out_proj", ("out_proj",)),
+        gate_up=Linear("w13", ("w1", "w3")),
+        down=Linear("w2", ("w2",)),
+        query_norm="q_layernorm",
+        layer_types=("full_attention", "conv"),
+        state_weights=(),
+        mixers=("Lfm2ShortConv",),
+        served_names=((".conv.", ".short_conv."),),
+        stacked=("in_proj",),
     ),
     Family(("gemma2", "vaultgemma"), score_caps=("attn_logit_softcapping",), logit_caps=("final_logit_softcapping",)),
 )

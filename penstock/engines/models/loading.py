@@ -27,6 +27,7 @@ from penstock.engines.families.architecture import check_architecture, classifie
 from penstock.engines.families.images import sees
 from penstock.engines.families.table import family_of
 from penstock.engines.kernels.attention import NAME as PACKED_ATTENTION
+from penstock.engines.kernels.mixers import keep_rows_apart
 from penstock.engines.models.seeing import freeze_encoder
 from penstock.engines.weights.cuts import all_experts, cut_parameters
 from penstock.engines.weights.layout import family_in
@@ -125,6 +126,7 @@ def _load(kind: Any, path: str | Path, dtype: torch.dtype, code: Code | None, **
         **settings,
     )
     hold_corrections(model)
+    keep_rows_apart(model)
     return model
 
 
@@ -159,9 +161,10 @@ def _check_packable(kind: Any, config: Any, path: str | Path, own: bool, head: b
         shapes = kind.from_config(config, trust_remote_code=own)
     names = (name for name, _ in shapes.named_parameters())
     check_architecture(config.to_dict(), names, path, head)
-    if shapes._is_stateful:
+    known = bool(family_in(shapes).mixers)
+    if shapes._is_stateful and not known:
         raise unpackable(path, "carries a state from token to token")
-    if not shapes._supports_attention_backend:
+    if not shapes._supports_attention_backend and not known:
         raise unpackable(path, "has an attention of its own, which cannot be replaced")
 
 

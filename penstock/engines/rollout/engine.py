@@ -140,6 +140,7 @@ class Generator:
                 sleeps=self.sleeps,
                 logprobs=demand.logprobs,
                 images=demand.max_prompt_tokens if sees(settings) else 0,
+                states=bool(shape.family.mixers),
             )
             with kept_as_it_is(type(lm.base_model)) as serve:
                 self.llm = _start(served, settings, arguments)
@@ -323,6 +324,7 @@ def engine_arguments(
     sleeps: bool,
     logprobs: bool,
     images: int = 0,
+    states: bool = False,
 ) -> dict[str, Any]:
     """Return what vLLM is started with, apart from the model.
 
@@ -334,6 +336,7 @@ def engine_arguments(
         sleeps: whether the KV cache's memory is given back between rollouts.
         logprobs: whether log-probs of the tokens may be asked for.
         images: that a prompt may have at most; 0: the model sees none.
+        states: whether layers carry a state from token to token: it is kept in float32, and none is kept of prefixes.
     """
     graphs = gpu is not None and config.cuda_graphs
     return {
@@ -347,7 +350,7 @@ def engine_arguments(
         "gpu_memory_utilization": 0.05,  # only a floor that vLLM checks at its start: the KV cache is sized above
         "enforce_eager": not graphs,
         "enable_sleep_mode": sleeps,
-        "enable_prefix_caching": True,
+        "enable_prefix_caching": not states,
         "enable_chunked_prefill": False if gpu is None else None,  # a request with its own stream stops vLLM on the CPU
         "skip_tokenizer_init": True,
         # Processed log-probs belong to the distribution that is sampled from, temperature included. Without log-probs
@@ -359,6 +362,7 @@ def engine_arguments(
         "additional_config": {"gpu": gpu},
         "seed": 0,
         **(versions.prepared_images(images) if images else {}),
+        **({"mamba_ssm_cache_dtype": "float32"} if states else {}),
     }
 
 
@@ -368,6 +372,10 @@ def kv_cache_bytes(
     """Return the KV cache's size: what is asked for, else what all sequences need, within free memory."""
     if config.kv_cache_gib:
         return int(config.kv_cache_gib * GIB)
+    if (
+        shape.family.mixers and not cuda
+    ):  # vLLM makes blocks as large as a state: a sequence needs what sizes do not say
+        return min(CPU_KV_CACHE_LIMIT, psutil.virtual_memory().available // 4)
     per_token = shape.kv_numbers(config.tensor_parallel) * dtype.itemsize
     block = 128  # vLLM hands out whole blocks; its CPU blocks are the largest
     needed = (sequences + 1) * (-(-max_length // block) * block) * per_token

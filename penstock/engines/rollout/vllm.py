@@ -110,17 +110,24 @@ def write_latent_attention_out() -> None:
 
     Otherwise it decodes with matrices that it makes of the model's, and on a CPU for latents of one size alone.
     """
+    os.environ["VLLM_MLA_DISABLE"] = "1"
+
+
+def turn_every_head_on_cpu() -> None:
+    """Let vLLM's rotary positions on CPUs reach all heads.
+
+    Its kernel counts them by the last dimension: of queries as [tokens, heads, size], as DeepSeek and LFM2 have them,
+    it would turn the first head alone.
+    """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    os.environ["VLLM_MLA_DISABLE"] = "1"
     kind: Any = RotaryEmbedding
     kernel = kind.forward_cpu
     if kernel.__name__ == "rotate":  # an engine of this process has been here
         return
 
     def rotate(rotary: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
-        heads_apart = query.dim() == 3  # of which the kernel would rotate the first head alone
-        return (rotary.forward_native if heads_apart else partial(kernel, rotary))(positions, query, key)
+        return (rotary.forward_native if query.dim() == 3 else partial(kernel, rotary))(positions, query, key)
 
     kind.forward_cpu = rotate
 
@@ -153,6 +160,7 @@ def prepare_vllm(cuda: bool, architectures: Sequence[str]) -> None:
         keep_plain_experts_on_cpu()
         keep_cpu_engines_off_shared_memory()
         write_latent_attention_out()
+        turn_every_head_on_cpu()
         correct_choices_without_groups()
     inspect_in_this_process(architectures)
 

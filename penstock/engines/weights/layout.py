@@ -51,10 +51,9 @@ def plan(names: Iterable[str], family: Family) -> list[FusedParameter]:
 
 def _served_name(name: str, family: Family) -> str:
     for own, served in family.served_names:
-        if name.startswith(own):
-            return served + name.removeprefix(own)
-    parts = dict(family.served_parts)
-    return ".".join(parts.get(part, part) for part in name.split(".")) if parts else name
+        if name.startswith(own) or own.startswith(".") and own in name:
+            return name.replace(own, served, 1)
+    return name
 
 
 def _fused_group(name: str, known: set[str], family: Family) -> FusedParameter:

@@ -20,6 +20,7 @@ from torch import nn
 from penstock.engines.families.served import unserved
 from penstock.engines.families.table import Family, family_of
 from penstock.engines.weights.layout import fused_view
+from penstock.engines.weights.mixers import compute_from_weights
 from penstock.engines.weights.slices import Counterpart, Shapes, counterparts
 
 
@@ -150,6 +151,8 @@ def register_loader(name: str, shapes: Shapes, storage: Mapping[str, torch.Tenso
                 with device, without_storage():
                     model = initialize_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
                     give_head_its_bias(model, family, shapes)
+                    if family.mixers:
+                        compute_from_weights(model, model_config.dtype)
                 result.append(bind(model, shapes, storage, model_config.dtype, family))
                 before = held(model)
                 process_weights_after_loading(model, model_config, device)

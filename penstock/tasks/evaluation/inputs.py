@@ -21,7 +21,7 @@ from penstock.base.errors import UserError
 from penstock.checks.evaluation import WITHOUT_KL, check_evaluation
 from penstock.checks.found_models import with_code
 from penstock.checks.hub import snapshot
-from penstock.checks.model import check_served_images
+from penstock.checks.model import check_served_alone, check_served_images
 from penstock.checks.model_code import check_noted, check_own_code
 from penstock.configs.evaluation import EvaluationConfig, evaluation_config, roles_of
 from penstock.configs.loading.load import load_config
@@ -144,6 +144,7 @@ def planned(
     check_tasks(tasks, own)
     for subject in subjects if tasks else ():
         check_served_images(subject.folder)
+        check_served_alone(subject.folder)
     config, origin = _recipe(subjects, recipe, overrides, bool(tasks))
     first = next((subject.run for subject in subjects if subject.run is not None), None)
     parent = first.path.parent if first is not None else Path((config or TrainConfig()).folder)

@@ -107,9 +107,9 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 LOUD = {"Gemma2Config", "VaultGemmaConfig", "GptOssConfig"}  # the library's own kernel leaves out caps, and sinks
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "Lfm2Config": ({"layer_types": ["conv", "full_attention"]}, "layers of the type 'conv'"),
-    "Qwen3NextConfig": ({**HEADS, **EXPERTS, **LINEAR}, "layers of the type 'linear_attention'"),
-    "FalconH1Config": ({}, "carries a state from token to token"),
+    "Qwen3NextConfig": ({**HEADS, **EXPERTS, **LINEAR}, "has gated delta nets"),
+    "JambaConfig": ({}, "has layers of Mamba 1"),
+    "Mamba2Config": ({"num_heads": 8, "head_dim": 8}, "carries a state from token to token"),
     "Qwen3Config": ({**HEADS, "final_logit_softcapping": 30.0}, "sets 'final_logit_softcapping'"),
     "MistralConfig": ({"attn_logit_softcapping": 30.0}, "sets 'attn_logit_softcapping'"),
     "OPTConfig": ({"logit_scale": 0.5}, "sets 'logit_scale'"),

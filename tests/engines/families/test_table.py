@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
+from penstock.benchmarks.workload.families import FAMILIES as BY_NAME
+from penstock.benchmarks.workload.families import SIZES as SMALL_SIZES
 from penstock.benchmarks.workload.families import write_family
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.trainer import LoraConfig
@@ -34,11 +36,8 @@ from tests.engines.shared_ranks import SMALL, Ranks
 from tests.engines.sums import sums_of
 
 ROLES = ("actor", "rollout")
-THROUGH_TRANSFORMERS = (
-    "vaultgemma",
-    "gpt_neox",
-)  # vLLM has no class of theirs; test_every_family.py looks at what it made
-DECODERS = [row for row in FAMILIES if not row.encoder]  # of models that see: test_images.py
+THROUGH_TRANSFORMERS = ("vaultgemma", "gpt_neox")  # vLLM has no class of theirs; see test_every_family.py
+DECODERS = [row for row in FAMILIES if not row.encoder and not row.incomparable]  # of models that see: test_images.py
 DENSE = [name for row in DECODERS if not row.experts for name in row.model_types]
 EQUAL = 1e-5  # mean difference of log-probs in float32
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "pad_token_id": 0}
@@ -47,12 +46,14 @@ EXPERTS = {
     **{"n_group": 1, "first_k_dense_replace": 0, "num_dense_layers": 0, "mlp_layer_types": ["sparse"]},
 }
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4}
+WITH_STATES = {kind: settings for kind, settings in BY_NAME.values() if family_of(kind).mixers}  # layers of each type
 
 
 def _modules(model_type: str) -> dict[str, str]:
     """Classes of a model's modules by their names."""
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SIZES, **HEADS))
+        sizes = {**SMALL_SIZES, **WITH_STATES[model_type]} if model_type in WITH_STATES else {**SIZES, **HEADS}
+        lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
     return {name: type(module).__name__ for name, module in lm.named_modules()}
 
 
@@ -66,17 +67,17 @@ def test_layers_are_called_as_the_table_says(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", [*(name for name in DENSE if name not in THROUGH_TRANSFORMERS), "gemma"])
 def test_vllm_stacks_the_layers_that_the_table_says(model_type: str) -> None:
-    """By its classes' own word. Control: of Mixtral, whose experts are no layers of the table, it says another."""
+    """By its classes' own word. Control: of Mixtral, whose experts are no layers of the table, or of Llama, another."""
     from vllm import ModelRegistry
 
     def stacked(architecture: str) -> dict[str, list[str]]:
         mapping: dict[str, list[str]] = ModelRegistry.models[architecture].load_model_cls().packed_modules_mapping
-        return mapping
+        return {served: parts for served, parts in mapping.items() if len(parts) > 1}
 
     linears = family_of(model_type).linears
     expected = {linear.served: list(linear.parts) for linear in linears if len(linear.parts) > 1}
     assert stacked(_modules(model_type)[""]) == expected
-    assert stacked("MixtralForCausalLM") != expected
+    assert any(stacked(other) != expected for other in ("MixtralForCausalLM", "LlamaForCausalLM"))
 
 
 @pytest.mark.parametrize("row", [row for row in FAMILIES if row.experts], ids=lambda row: row.model_types[0])
@@ -95,12 +96,13 @@ def test_experts_are_called_and_stacked_as_the_table_says(row: Family) -> None:
 
 
 @pytest.mark.parametrize("row", DECODERS, ids=lambda row: row.model_types[0])
-def test_the_mlps_that_kernels_replace_are_the_families_own(row: Family) -> None:
-    """The memory estimate goes by the model's type, the kernels by the class: both find it in the row.
+def test_the_layers_that_are_replaced_or_computed_row_by_row_are_the_families_own(row: Family) -> None:
+    """The memory estimate goes by the model's type, kernels and mixers by the class: all find it in the row.
 
     Control: two types with other MLPs have none of these classes, and no row that says so.
     """
     for model_type in row.model_types:
+        assert set(row.mixers) <= set(_modules(model_type).values())
         assert len(set(_modules(model_type).values()) & set(row.gated_mlps)) == len(row.gated_mlps)
     for other in ("gemma2", "phi3"):
         assert not set(_modules(other).values()) & set(row.gated_mlps) and family_of(other).gated_mlps == ()

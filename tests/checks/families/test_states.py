@@ -1,0 +1,76 @@
+"""A model whose layers carry a state is refused with what nobody has compared, on GPUs, and by vLLM's own server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.base.errors import UserError
+from penstock.benchmarks.workload.families import write_family
+from penstock.checks import model as checks
+from penstock.checks.model import check_model_folder, check_served_alone, check_states
+from penstock.configs.schema import TrainConfig
+from penstock.engines.families.served import check_served
+
+ROLLOUT_ELSEWHERE = {"a": {"roles": ["actor"], "gpus": [0]}, "b": {"roles": ["rollout"], "gpus": [1]}}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model with such layers, and one without."""
+    made = tmp_path_factory.mktemp("models")
+    return write_family("LFM2", made / "state"), write_family("Qwen 3", made / "none")
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"groups": ROLLOUT_ELSEWHERE}, "groups"),
+        ({"rollout": {"tail": {}}}, "rollout.tail"),
+        ({"rollout": {"tensor_parallel": 2}}, "rollout.tensor_parallel above 1"),
+        ({"actor": {"zero_stage": 3}}, "actor.zero_stage=3"),
+        ({"actor": {"sequence_parallel": 2}}, "actor.sequence_parallel"),
+    ],
+)
+def test_what_nobody_has_compared_is_refused(sections: dict[str, Any], named: str, folders: tuple[Path, Path]) -> None:
+    """Controls: a model without a state, and one with a state and nothing of all that."""
+    with_state, without = (
+        TrainConfig.model_validate({**sections, "model": {"path": str(folder)}}) for folder in folders
+    )
+    check_states(without)
+    check_states(TrainConfig.model_validate({"model": {"path": str(folders[0])}}))
+    with pytest.raises(UserError, match=f"carry a state .* does not go with {named}"):
+        check_states(with_state)
+
+
+def test_gpus_and_vllm_alone_are_refused(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Controls: the model without a state, and no GPU."""
+    with_state, without = folders
+    check_served_alone(without)
+    with pytest.raises(UserError, match="nobody has compared vLLM's own server"):
+        check_served_alone(with_state)
+    monkeypatch.setattr(checks, "visible_gpus", list)
+    check_model_folder(with_state, "model.path")
+    monkeypatch.setattr(checks, "visible_gpus", lambda: ["0"])
+    check_model_folder(without, "model.path")
+    with pytest.raises(UserError, match="row by row on a CPU alone so far"):
+        check_model_folder(with_state, "model.path")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "heeded", "unheeded"),
+    [
+        ("granitemoehybrid", "mamba_n_groups", 1, 2),
+        ("falcon_h1", "mamba_norm_before_gate", False, True),
+        ("granitemoehybrid", "time_step_limit", (0.0, float("inf")), [0.001, 0.1]),
+        ("falcon_h1", "time_step_limit", [0.0, {"__float__": "Infinity"}], [0.0, 1.0]),
+    ],
+)
+def test_settings_that_vllm_does_not_heed_are_refused(model_type: str, name: str, heeded: Any, unheeded: Any) -> None:
+    """As a file and as the library has them. Controls: the value of which both compute the same, and another family."""
+    check_served({"model_type": model_type, name: heeded}, [], "it")
+    check_served({"model_type": "llama", name: unheeded}, [], "it")
+    with pytest.raises(UserError, match=f"sets '{name}', and vLLM computes as if it were"):
+        check_served({"model_type": model_type, name: unheeded}, [], "it")
