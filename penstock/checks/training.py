@@ -107,13 +107,17 @@ def check_environment(config: TrainConfig) -> None:
         return
     tools_told(config.environment)
     refills = config.rollout.tail is not None and config.algorithm.dynamic_sampling is not None
-    streams = config.rollout.goes_on or config.rollout.in_portions or refills
-    if streams and asks_policy(config.environment):  # a portion has the data's prompts, and no agent's
+    if (config.rollout.goes_on or refills) and asks_policy(config.environment):
         raise UserError(
-            f"'{config.environment.type}' asks the policy for its turns, and such an episode can neither go on under "
-            "the next policies, where a new engine would not know what it has asked, nor be learnt from by portions",
-            "remove rollout.carry or rollout.stream; rollout.tail waits for no long episode either, but not with "
-            "algorithm.dynamic_sampling, whose further rounds go on with episodes",
+            f"'{config.environment.type}' asks the policy for its turns, and such an episode cannot go on under the "
+            "next policies, where a new engine would not know what it has asked",
+            "remove rollout.carry or rollout.stream.staleness; rollout.tail waits for no long episode either, but not "
+            "with algorithm.dynamic_sampling, whose further rounds go on with episodes",
+        )
+    if config.rollout.in_portions and config.environment.max_paths > 1:
+        raise UserError(
+            "'environment.max_paths' is above 1, and samples of several paths are not learnt from by portions",
+            "remove rollout.stream, or set environment.max_paths=1",
         )
     if config.data.image_column is not None and asks_policy(config.environment):
         raise UserError(

@@ -92,9 +92,10 @@ class AgentEpisode:
 
     async def reset(self, row: dict[str, Any], seed: int) -> Step:
         """Start the agent; return what it asks first, or its reward if it asks nothing."""
-        self._session = (await gateway()).open(self._several)
+        self._session = gateway().open(self._several)
         call = _called(self._played.run, row, seed, Policy(self._session.url))
         self._running = asyncio.create_task(call)
+        self._running.add_done_callback(self._agent_ended)
         return await self._next()
 
     async def go_on(self, turns: list[list[Turn]], last: bool) -> Step:
@@ -115,20 +116,20 @@ class AgentEpisode:
         if self._running is not None:
             self._running.cancel()
 
+    def _agent_ended(self, _: object) -> None:
+        assert self._session is not None
+        self._session.end()
+
     async def _next(self) -> Step:
         assert self._session is not None and self._running is not None
-        asked = asyncio.create_task(self._session.asked())
-        try:
-            await asyncio.wait({asked, self._running}, return_when=asyncio.FIRST_COMPLETED)
-            if self._running.done():
-                self._session.close()
-                cut = self._session.cut
-                gave_up = cut and self._running.exception() is not None  # as clients do that are refused
-                reward = None if gave_up else self._running.result()
-                return Step(done=True, reward=reward, cut=cut, refused=self.refused)
-            return Step(asks=asked.result())
-        finally:
-            asked.cancel()
+        asks = await self._session.asked()
+        if asks:
+            return Step(asks=asks)
+        self._session.close()
+        cut = self._session.cut
+        gave_up = cut and self._running.exception() is not None  # as clients do that are refused
+        reward = None if gave_up else self._running.result()
+        return Step(done=True, reward=reward, cut=cut, refused=self.refused)
 
 
 async def _called(run: Callable[..., Any], *arguments: Any) -> Reward:

@@ -9,6 +9,7 @@ and their next call says so.
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import threading
 import time
@@ -334,6 +335,8 @@ def start(config: dict[str, Any]) -> None:
     _started = Started(stop, is_async(episode), has_tools, isinstance(episode, AgentEpisode))
     agents = tuple(settings.agents or ())
     _player = (AsyncPlayer if _started.is_async else Player)(make, settings.timeout_s, agents)
+    gc.collect()
+    gc.freeze()  # what was imported stays, and is not looked through again while episodes come and go
 
 
 def started() -> Started:

@@ -261,6 +261,24 @@ def waiting(
 
 
 @app.command()
+def gateway(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    out: Out = None,
+    agent: Annotated[
+        str, typer.Option(help="module:name of the class that asks the policy, by the rules of the recipe's")
+    ] = "penstock.environments.calculator:CalculatorAgent",
+    skip: Skip = 2,
+) -> None:
+    """Rollouts whose episodes ask the policy over HTTP, beside the same ones inside the loop."""
+    from penstock.benchmarks.gateway.measuring import measure
+
+    result = measure(recipe, overrides or [], command(), agent=agent, skip=skip)
+    _finish(result, out, ("mode", "iteration", "time/rollout_s", "rollout/tokens_per_s", "rollout/engine_wait_share"))
+    _say(f"over HTTP {result.figures['share_of_inside']:.1%} of the tokens per second inside")
+
+
+@app.command()
 def nccl(
     out: Out = None,
     largest: Annotated[int, typer.Option(min=1, help="largest buffer, MiB")] = 1024,

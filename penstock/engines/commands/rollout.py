@@ -99,6 +99,7 @@ class CarriedEpisodes:
     rewards_B: np.ndarray  # float64; these three are those of the turns so far
     parts_B: list[dict[str, float]]
     failures_B: list[str | None]
+    asked: Asked | None = None  # of agents' episodes that have ended
 
 
 @dataclass(frozen=True)

@@ -146,8 +146,16 @@ def stop_tokens(tokenizer: Any, stop: Sequence[str]) -> list[int]:
     return sorted(found | {token for token, text in enumerate(texts) if any(part in text for part in stop)})
 
 
-def _of_episodes(logprobs: bool, ended: Sequence[Episode]) -> CarriedResponses:
-    return carried_episodes(ended, [True] * len(ended), logprobs)
+def _of_episodes(logprobs: bool, asking: Any, ended: Sequence[Episode]) -> CarriedResponses:
+    """Gather episodes that have ended.
+
+    Args:
+        asking: the tokenizer, where agents bring the prompts.
+    """
+    gathered = carried_episodes(ended, [True] * len(ended), logprobs)
+    if asking is None or gathered.episodes is None:
+        return gathered
+    return replace(gathered, episodes=replace(gathered.episodes, asked=asked_of(ended, asking)))
 
 
 class EpisodeLoop:
@@ -209,7 +217,8 @@ class EpisodeLoop:
         complete, self._complete = sorted(self._complete), []
         self._counted.update(self._share.quota.count(complete))
         if self._sender is not None:
-            gather = partial(_of_episodes, self._share.sampling.logprobs)
+            asking = None if self._environments.agents is None else self._environments.tokenizer
+            gather = partial(_of_episodes, self._share.sampling.logprobs, asking)
             self._sender.send(self._untold, at_once=self.ended, gather=gather)
         if not ended:
             return
@@ -376,8 +385,10 @@ class EpisodeLoop:
 
     def _hear(self, loop: DecodeLoop) -> None:
         """Take in what environments have answered; wait only if there is nothing else to do."""
-        for name, reply in self._asking.hear(busy=bool(loop.decoding or self._ready)).items():
-            self._answered(self._live[name], reply, loop.version)
+        replies = self._asking.hear(busy=bool(loop.decoding or self._ready))
+        heard = [self._live[name] for name in replies]
+        for episode in sorted(heard, key=_place) if self._in_step else heard:  # which worker was first decides nothing
+            self._answered(episode, replies[episode.name], loop.version)
         self._asking.send()
 
     # ---- the policy's turn ---------------------------------------------------------------------------------------

@@ -8,25 +8,24 @@ Requests of an episode that are there at the same time are drawn together, a rou
 next one. So an episode has one call under way as others have, and what goes on from a turn can be told from what was
 asked before it had ended.
 
-Left out: what requests and answers look like (penstock/environments/gateway/requests.py).
+Left out: what requests and answers look like (penstock/environments/gateway/requests.py), and HTTP
+(penstock/environments/gateway/connections.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import socket
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
-import uvicorn
 from pydantic import ValidationError
-from starlette.applications import Starlette
-from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from penstock.environments.gateway.asks import CUT, Ask, Turn
+from penstock.environments.gateway.connections import EVENTS, Answer, Connections, Reader
 from penstock.environments.gateway.history import History, Refused
 from penstock.environments.gateway.requests import (
     ChatRequest,
@@ -38,37 +37,36 @@ from penstock.environments.gateway.requests import (
 
 LARGEST_REQUEST = 16 << 20  # bytes
 WAITING = 64  # requests of an episode at a time, and turns that it may wait for
-PASSES = 8  # of the event loop without anything new, after which an agent has asked what it asks at once
+PASSES = 16  # of the event loop since anything new, after which an agent has asked what it asks at once
 SERVED: dict[str, type[Request]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/inference/v1/generate": GenerateRequest,
 }
+MODELS = "/v1/models"
 LOOPBACK = "127.0.0.1"
 GONE = "there is no such episode, or it is over"
+
+_told = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+_models = _told({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "penstock"}]}).encode()
 
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """A request that waits for its answer."""
+    """A request that waits for its answer; whoever gets one may have gone."""
 
     request: Request
-    body: asyncio.Future[dict[str, Any]]
-
-    def refuse(self, why: str) -> None:
-        """Tell whoever asked that there is no answer, unless it has gone."""
-        if not self.body.done():
-            self.body.set_exception(Refused(why))
+    answered: Callable[[dict[str, Any]], None]
+    refused: Callable[[str], None]
 
     def answer(self, choices: list[Turn], history: History) -> None:
-        """Give the turns, which become part of the history also where whoever asked has gone."""
+        """Give the turns, which become part of the history."""
         try:
             body = self.request.answer(choices, history)
         except Refused as error:
-            self.refuse(str(error))
+            self.refused(str(error))
             return
-        if not self.body.done():
-            self.body.set_result(body)
+        self.answered(body)
 
 
 class Session:
@@ -85,34 +83,50 @@ class Session:
         self.url = f"{gateway.address}/{key}/v1"
         self.history = History(several)
         self._gateway, self._key = gateway, key
-        self._new = asyncio.Event()
         self._next: list[_Asked] = []
         self._round: list[_Asked] = []
         self._waiting = 0
-        self._over = self.cut = False
+        self._over = self._ended = self.cut = False
+        self._arrived: asyncio.Future[None] | None = None  # whoever waits for what is asked next
+        self._known, self._passes = (0, 0), 0
         self.refused = self.open = self.bytes_read = 0
 
     async def asked(self) -> list[Ask]:
-        """Wait for what the agent asks next: a round, in the order in which its turns are drawn."""
+        """Wait for what the agent asks next: a round, in the order in which its turns are drawn; none: it has ended."""
         asks: list[Ask] = []
-        while not asks:
-            await self._new.wait()
-            await self._all_arrived()
-            self._new.clear()
-            asks = self._begin_round()
+        while not (asks or self._ended):
+            self._arrived = asyncio.get_running_loop().create_future()
+            if self._next:
+                self._look()
+            await self._arrived
+            asks = [] if self._ended else self._begin_round()
         return asks
 
-    async def _all_arrived(self) -> None:
-        """Wait, without a clock, for what is on its way; requests of a thread or process may still come later.
+    def end(self) -> None:
+        """Let nobody wait for what is asked next: the agent has ended."""
+        self._ended = True
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
+
+    def _look(self) -> None:
+        """Begin to wait, without a clock, for what is on its way; what a thread or process asks may still come later.
 
         Of a long request a piece is as good as a request: one that stalls is waited for no longer than one that is not
         there.
         """
-        known = (0, 0)
-        while known != (there := (len(self._next), self.bytes_read)):
-            known = there
-            for _ in range(PASSES):
-                await asyncio.sleep(0)
+        self._known = (0, 0)
+        self._pass()
+
+    def _pass(self) -> None:
+        there = (len(self._next), self.bytes_read)
+        self._passes = 0 if there != self._known else self._passes + 1
+        self._known = there
+        if self._arrived is None or self._arrived.done():
+            return
+        if self._passes < PASSES:
+            asyncio.get_running_loop().call_soon(self._pass)
+        else:
+            self._arrived.set_result(None)
 
     def _begin_round(self) -> list[Ask]:
         """Return what is asked, in an order that is not that of arrival.
@@ -136,7 +150,7 @@ class Session:
         try:
             return asked.request.ask(history)
         except Refused as error:
-            asked.refuse(str(error))
+            asked.refused(str(error))
             return None
 
     def answer(self, turns: list[list[Turn]], last: bool) -> None:
@@ -152,7 +166,7 @@ class Session:
                 asked.answer(choices, self.history)
                 continue
             self.cut |= last
-            asked.refuse(choices[0].refused)
+            asked.refused(choices[0].refused)
         self._round = []
         if last:
             self.cut |= bool(self._next)
@@ -166,29 +180,30 @@ class Session:
 
     def _refuse_all(self) -> None:
         for asked in [*self._round, *self._next]:
-            asked.refuse(CUT)
+            asked.refused(CUT)
         self._round, self._next = [], []
 
-    async def serve(self, request: Request) -> dict[str, Any]:
-        """Return the answer to a request, once its turns have been taken.
+    def ask(self, asked: _Asked) -> None:
+        """Take a request, which is answered once its turns have been taken.
 
         Raises:
             Refused: it is not answered.
         """
+        request = asked.request
         request.refuse()
         if self._waiting + request.choices > WAITING:
             raise Refused(f"an episode may wait for {WAITING} turns at a time, and for {self._waiting} it does")
         if self._over:
             self.cut = True
             raise Refused(CUT)
-        asked = _Asked(request, asyncio.get_running_loop().create_future())
         self._next.append(asked)
-        self._new.set()
         self._waiting += request.choices
-        try:
-            return await asked.body
-        finally:
-            self._waiting -= request.choices
+        if self._arrived is not None and not self._arrived.done() and len(self._next) == 1:
+            self._look()
+
+    def left(self, request: Request) -> None:
+        """Count a request that has its answer no longer."""
+        self._waiting -= request.choices
 
 
 class Gateway:
@@ -202,21 +217,8 @@ class Gateway:
         self.sessions: dict[str, Session] = {}
         self._socket = socket.create_server((LOOPBACK, 0), backlog=2048)
         self.address = f"http://{LOOPBACK}:{self._socket.getsockname()[1]}"
-        routes = [Route(f"/{{key}}{path}", _handler(self, kind), methods=["POST"]) for path, kind in SERVED.items()]
-        routes.append(Route("/{key}/v1/models", self._models))
-        config = uvicorn.Config(
-            Starlette(routes=routes), lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=1
-        )
-        self._server = uvicorn.Server(config)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
-
-    async def started(self) -> Gateway:
-        """Wait until it answers."""
-        while not self._server.started:
-            if self._serving.done():
-                self._serving.result()
-            await asyncio.sleep(0.005)
-        return self
+        self._connections = Connections(self._route)
+        self._connections.listen(self._socket)
 
     def open(self, several: bool = False) -> Session:
         """Return the session of a new episode, of which `several` paths are learnt from, or one."""
@@ -224,31 +226,94 @@ class Gateway:
         session = self.sessions[key] = Session(self, key, several)
         return session
 
-    async def _models(self, request: HttpRequest) -> Response:
-        if request.path_params["key"] not in self.sessions:
-            return _error(404, GONE)
-        return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "penstock"}]})
-
-
-def _handler(gateway: Gateway, kind: type[Request]) -> Any:
-    async def handle(request: HttpRequest) -> Response:
-        session = gateway.sessions.get(request.path_params["key"])
+    def _route(self, method: str, path: str, answer: Answer) -> Reader:
+        key, _, rest = path.removeprefix("/").partition("/")
+        session, kind = self.sessions.get(key), SERVED.get(f"/{rest}")
         if session is None:
-            return _error(404, GONE)
-        session.open += 1
-        try:
-            asked = kind.model_validate_json(await _body(request, session))
-            body = await session.serve(asked)
-        except (ValidationError, Refused) as error:
-            session.refused += not session.cut
-            return _error(400, _said(error))
-        finally:
-            session.open -= 1
-        if asked.stream and not isinstance(asked, GenerateRequest):  # which refuses it
-            return StreamingResponse(stream_of(asked, body), media_type="text/event-stream")
-        return JSONResponse(body)
+            return _Told(answer, 404, _error(404, GONE))
+        if kind is not None and method == "POST":
+            return _Read(session, kind, answer)
+        if f"/{rest}" == MODELS and method == "GET":
+            return _Told(answer, 200, _models)
+        return _Told(answer, 404, _error(404, f"{method} /{rest} is not served"))
 
-    return handle
+
+@dataclass(eq=False)
+class _Told:
+    """A request that has the same answer whatever it brings."""
+
+    answer: Answer
+    status: int
+    said: bytes
+
+    def read(self, part: bytes) -> None:
+        pass
+
+    def ended(self) -> None:
+        self.answer.give(self.status, self.said)
+
+    def left(self) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class _Read:
+    """A request of an episode: read, asked, answered."""
+
+    session: Session
+    kind: type[Request]
+    answer: Answer
+    body: bytearray = field(default_factory=bytearray)
+    asked: Request | None = None
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self.session.open += 1
+        if self.session.open > WAITING:  # what they hold might have no end
+            self._refuse(f"an episode may have {WAITING} requests at a time")
+
+    def read(self, part: bytes) -> None:
+        if self.is_over:
+            return
+        self.body += part
+        self.session.bytes_read += len(part)
+        if len(self.body) > LARGEST_REQUEST:
+            self._refuse(f"the request is larger than {LARGEST_REQUEST >> 20} MiB")
+
+    def ended(self) -> None:
+        if self.is_over:
+            return
+        try:
+            asked = self.kind.model_validate_json(self.body)
+            self.session.ask(_Asked(asked, self._answer, self._refuse))
+            self.asked = asked
+        except (ValidationError, Refused) as error:
+            self._refuse(_said(error))
+        finally:
+            self.body = bytearray()
+
+    def left(self) -> None:
+        if not self.is_over:
+            self._end()
+
+    def _answer(self, body: dict[str, Any]) -> None:
+        asked = self.asked
+        self._end()
+        if isinstance(asked, (ChatRequest, CompletionRequest)) and asked.stream:
+            self.answer.give(200, "".join(stream_of(asked, body)).encode(), EVENTS)
+        else:
+            self.answer.give(200, _told(body).encode())
+
+    def _refuse(self, why: str) -> None:
+        self.session.refused += not self.session.cut
+        self._end()
+        self.answer.give(400, _error(400, why))
+
+    def _end(self) -> None:
+        self.is_over, self.body = True, bytearray()
+        self.session.open -= 1
+        if self.asked is not None:
+            self.session.left(self.asked)
 
 
 def _said(error: ValidationError | Refused) -> str:
@@ -258,30 +323,17 @@ def _said(error: ValidationError | Refused) -> str:
     return f"{'.'.join(map(str, first['loc'])) or 'the request'}: {first['msg']}"
 
 
-async def _body(request: HttpRequest, session: Session) -> bytes:
-    """Read a request, unless so many of its episode are there that what they hold might have no end."""
-    if session.open > WAITING:
-        raise Refused(f"an episode may have {WAITING} requests at a time")
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        session.bytes_read += len(part)
-        if len(body) > LARGEST_REQUEST:
-            raise Refused(f"the request is larger than {LARGEST_REQUEST >> 20} MiB")
-    return bytes(body)
-
-
-def _error(status: int, text: str) -> Response:
+def _error(status: int, text: str) -> bytes:
     said = {"message": text, "type": "invalid_request_error", "param": None, "code": status}
-    return JSONResponse({"error": said}, status)
+    return _told({"error": said}).encode()
 
 
 _gateway: Gateway | None = None
 
 
-async def gateway() -> Gateway:
+def gateway() -> Gateway:
     """Return this process's endpoint, started at the first call; of the event loop that asks first."""
     global _gateway
     if _gateway is None:
         _gateway = Gateway()
-    return await _gateway.started()
+    return _gateway

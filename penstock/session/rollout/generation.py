@@ -139,12 +139,15 @@ def take_responses(training: Training, generation: BegunGeneration, wanted_at: f
         unused_tokens=sum(answer.unused_tokens for answer in answers),
         policy_versions=in_order([answer.versions_T for answer in answers]),
         left=_left(request, answers, positions),
-        asked=_in_order(asked, rows_B) if asked else None,
+        asked=asked_in_order(asked, rows_B),
         routes=Ragged.concatenated(routes).take(rows_B) if routes else None,
     )
 
 
-def _in_order(asked: Sequence[Asked], rows_B: np.ndarray) -> Asked:
+def asked_in_order(asked: Sequence[Asked], rows_B: np.ndarray) -> Asked | None:
+    """Return what agents of all engines bring, rows in the order `rows_B`; None without them."""
+    if not asked:
+        return None
     texts = [text for part in asked for text in part.texts_B]
     prompts = Ragged.concatenated([part.prompts for part in asked]).take(rows_B)
     unbridged_B = np.concatenate([part.unbridged_B for part in asked])[rows_B]

@@ -28,7 +28,7 @@ from penstock.engines.commands.rollout import (
 )
 from penstock.session.requests import BegunRollout, Replies
 from penstock.session.rollout.episodes import episode_columns
-from penstock.session.rollout.generation import Responses, all_counted
+from penstock.session.rollout.generation import Responses, all_counted, asked_in_order
 
 LOOK_S = 0.5  # how long a generation may have failed before who waits for a portion is told
 
@@ -96,6 +96,7 @@ class Portions:
         every = Ragged.concatenated([part.tokens for part in parts])
         logprobs_T = np.concatenate([part.logprobs_T for part in parts])
         tokens, played = every.take(rows_B), [part.episodes for part in parts if part.episodes is not None]
+        asked = [episodes.asked for episodes in played if episodes.asked is not None]
         mask_T = np.concatenate([episodes.loss_mask_T for episodes in played]) if played else None
         return Responses(
             answered_P=np.asarray(positions, np.int64),
@@ -107,6 +108,7 @@ class Portions:
             loss_mask=all_counted(tokens) if mask_T is None else Ragged(mask_T, every.offsets_B1).take(rows_B),
             episodes=episode_columns([_played(episodes) for episodes in played], rows_B),
             logprobs=Ragged(logprobs_T, every.offsets_B1).take(rows_B) if len(logprobs_T) else None,
+            asked=asked_in_order(asked, rows_B),
         )
 
     def _positions(self, number: int) -> list[int] | None:
@@ -119,14 +121,16 @@ class Portions:
 
 
 def _played(episodes: CarriedEpisodes) -> Episodes:
-    """Return what episodes that have ended add to responses."""
+    """Return what episodes that have ended add to responses; an agent's turns count wherever they were drawn."""
+    aside_B = 0 if episodes.asked is None else episodes.asked.unbridged_B
     return Episodes(
         loss_mask_T=episodes.loss_mask_T,
-        turns_B=episodes.turn_ends.lengths_B,
+        turns_B=episodes.turn_ends.lengths_B + aside_B,
         rewards_B=episodes.rewards_B,
         parts_B=episodes.parts_B,
         failures_B=episodes.failures_B,
         waited_seconds=0.0,
+        asked=episodes.asked,
     )
 
 
