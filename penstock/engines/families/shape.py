@@ -200,7 +200,7 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
     """
     config = of_decoder(config)
     heads, model_type = config["num_attention_heads"], config.get("model_type", "")
-    latent = _latent(config)
+    latent = _latent(config, family_of(model_type))
     blocks = config.get("layers_block_type")  # by which some say how many layers there are
     windowed_layers, query_norm = _windowed_layers(config), f".{family_of(model_type).query_norm}.weight"
     return ModelShape(
@@ -210,9 +210,7 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
         intermediate_size=config["intermediate_size"],
         heads=heads,
         kv_heads=config.get("num_key_value_heads", heads),
-        head_size=config.get("head_dim") or config["hidden_size"] // heads
-        if latent is None
-        else config["qk_nope_head_dim"] + latent.rotary,
+        head_size=_head_size(config, heads) if latent is None else config["qk_nope_head_dim"] + latent.rotary,
         vocabulary=config["vocab_size"],
         positions=config.get("max_position_embeddings", 1 << 20),
         window=config["sliding_window"] if windowed_layers else 0,
@@ -225,8 +223,13 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
     )
 
 
-def _latent(config: Mapping[str, Any]) -> LatentSizes | None:
-    if not config.get("kv_lora_rank"):
+def _head_size(config: Mapping[str, Any], heads: int) -> int:
+    size: int = config.get("head_dim") or config["hidden_size"] // heads
+    return size
+
+
+def _latent(config: Mapping[str, Any], family: Family) -> LatentSizes | None:
+    if family.latent_settings or not config.get("kv_lora_rank"):  # other models that have it are refused
         return None
     return LatentSizes(
         keys=config["kv_lora_rank"],
