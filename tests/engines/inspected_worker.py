@@ -46,7 +46,7 @@ from penstock.engines.training import collective_times as communication
 from penstock.engines.training.updates import mini_batch_rows
 from penstock.engines.weights import buckets
 from penstock.engines.weights.copies import wrong_names
-from penstock.engines.weights.cuts import all_experts, cut_of, cut_parameters
+from penstock.engines.weights.experts import all_experts, cut_of, cut_parameters
 from penstock.engines.weights.gather import Shards
 from penstock.engines.weights.layout import fused_view
 from penstock.engines.weights.local import LocalReshard

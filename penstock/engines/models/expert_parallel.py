@@ -14,7 +14,7 @@ from torch import nn
 
 from penstock.engines.batches.shares import RankSet
 from penstock.engines.kernels.expert_parallel import take_experts
-from penstock.engines.weights.cuts import cut_parameter
+from penstock.engines.weights.experts import cut_parameter
 from penstock.engines.weights.layout import family_in
 
 

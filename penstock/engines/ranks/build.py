@@ -31,7 +31,7 @@ from penstock.engines.ranks.reshard import bring_weights, shared_and_copied
 from penstock.engines.ranks.serving.handlers import carries_out
 from penstock.engines.rollout.engine import Demand, Generator, Served
 from penstock.engines.training.trainer import Trainer
-from penstock.engines.weights.cuts import whole_shape
+from penstock.engines.weights.experts import whole_shape
 from penstock.engines.weights.folder import FolderLoad
 from penstock.engines.weights.layout import ordered_parameters
 from penstock.engines.weights.strategy import shared_storage, transfer_within_group

@@ -50,7 +50,7 @@ from penstock.engines.sizing.flops import forward_flops
 from penstock.engines.training.full_kl import reference_of, with_states
 from penstock.engines.weights.buckets import one_ahead
 from penstock.engines.weights.checksum import word_sum
-from penstock.engines.weights.cuts import all_experts, cut_of
+from penstock.engines.weights.experts import all_experts, cut_of
 from penstock.engines.weights.lora import without_adapters
 
 STORED = {torch.bfloat16: torch.int16, torch.float32: torch.float32}  # numpy has no bfloat16: its bits are stored

@@ -3,7 +3,7 @@
 Their gradients are complete as the backward pass makes them (penstock/engines/kernels/expert_parallel.py), but for sets
 of ranks beside each other, which hold the same experts: over these DeepSpeed sums and shards them, instead of over all
 ranks. It finds experts by attributes of parameters and of the optimizer's groups, and a model that has some by a module
-of its class. Left out: what a rank holds (penstock/engines/weights/cuts.py).
+of its class. Left out: what a rank holds (penstock/engines/weights/experts.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 from torch import nn
 
-from penstock.engines.weights.cuts import cut_of, cut_parameters
+from penstock.engines.weights.experts import cut_of, cut_parameters
 
 
 class ExpertGroups(MoE):

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from penstock.configs.sections.optimizer import BLOCK_8BIT, LEAST_8BIT, OptimizerConfig
-from penstock.engines.weights.cuts import cut_of
+from penstock.engines.weights.experts import cut_of
 
 STATES, STEP, BITS = "states", "step", "bits"
 ADAMW_STATES = ("exp_avg", "exp_avg_sq", STEP)

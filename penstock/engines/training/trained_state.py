@@ -9,7 +9,7 @@ tells stages and numbers of ranks apart:
     3           each parameter cut into a part per rank; a rank's parts one after the other
 
 Of experts that lie on several ranks a rank has some alone, which are cut over the ranks that have the same
-(penstock/engines/weights/cuts.py).
+(penstock/engines/weights/experts.py).
 
 Weights of lower precision follow from the master and are made of it again, where they are: vLLM reads them there.
 
@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from penstock.engines.training.optimizers import STATES, first_state
-from penstock.engines.weights.cuts import cut_of, whole_shape
+from penstock.engines.weights.experts import cut_of, whole_shape
 
 MASTER = "master"
 

@@ -51,7 +51,7 @@ from penstock.engines.training.trained_state import (
     trained_parameters,
     trained_state,
 )
-from penstock.engines.weights.cuts import whole_shape
+from penstock.engines.weights.experts import whole_shape
 from penstock.engines.weights.layout import flatten_in_place
 from penstock.engines.weights.lora import FROZEN_SUM, check_frozen, frozen_sum
 

@@ -20,9 +20,8 @@ from torch import nn
 from penstock.engines.weights.buckets import in_buckets, numels_of, one_ahead
 from penstock.engines.weights.checksum import word_sum
 from penstock.engines.weights.copies import Copies, Differences, refuse, wrong_names
-from penstock.engines.weights.cuts import cut_parameters
-from penstock.engines.weights.experts import ExpertShards
-from penstock.engines.weights.gather import Gathering, Shards, staging
+from penstock.engines.weights.experts import cut_parameters
+from penstock.engines.weights.gather import ExpertShards, Gathering, Shards, staging
 from penstock.engines.weights.joint import Joint
 from penstock.engines.weights.layout import fused_view
 from penstock.engines.weights.loader import Binding

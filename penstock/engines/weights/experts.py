@@ -1,45 +1,71 @@
-"""Experts that lie on several ranks (`actor.expert_parallel`), gathered for a reshard, with its proof.
+"""Experts that lie on several ranks (`actor.expert_parallel`): which of them a rank holds, and how all come together.
 
-As with ZeRO-3's shards (gather.py): each rank sums its own part, the sums are exchanged once, and compared with the
-sums of what arrived.
-
-Suffixes: `_P` parameters, `_PR` times ranks. Left out: which part a rank holds (cuts.py).
+The transformers library stacks the experts of a layer along the first axis of two parameters. Cut, a parameter holds
+consecutive experts of them, in the order of the ranks. It has the whole one's name, and says in its attribute `cut`
+what it is a part of; so checkpoints, exports and the reshard know experts by the library's names and shapes, whatever
+the number of ranks. Left out: how tokens reach experts (penstock/engines/kernels/expert_parallel.py).
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import nn
 
-from penstock.engines.weights.checksum import range_sums, word_sum
-from penstock.engines.weights.copies import Differences
-from penstock.engines.weights.cuts import all_experts, cut_of, cut_parameters
+from penstock.engines.batches.shares import RankSet
 
 
-class ExpertShards:
-    """Experts cut over ranks, gathered a parameter at a time, and the proof of what was gathered."""
+@dataclass(frozen=True)
+class Cut:
+    """What a parameter is a part of.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.parameters = cut_parameters(module)
-        self._found: dict[str, torch.Tensor] = {}  # sums of what arrived, one of each rank, by parameter
+    Attributes:
+        ranks: those among which the experts are shared out.
+        shape: of all experts together.
+    """
 
-    def gather(self, name: str) -> torch.Tensor:
-        """Return the experts of all ranks, and remember the sums of what arrived."""
-        parameter = self.parameters[name]
-        whole = all_experts(parameter)
-        self._found[name] = range_sums(whole.view(-1), parameter.numel(), whole.numel() // parameter.numel())
-        return whole
+    ranks: RankSet
+    shape: tuple[int, ...]
 
-    def differences(self) -> Differences:
-        """Compare all that was gathered since the last call with what each rank holds; all ranks call it."""
-        names = list(self._found)
-        if not names:
-            return Differences([], [])
-        cut = cut_of(self.parameters[names[0]])
-        assert cut is not None
-        own_P = torch.stack([word_sum(self.parameters[name].data.view(-1)) for name in names])
-        all_RP = own_P.new_empty(cut.ranks.count * len(names))
-        torch.distributed.all_gather_into_tensor(all_RP, own_P, group=cut.ranks.group)
-        found_PR = torch.stack(list(self._found.values()))
-        self._found.clear()
-        return Differences(names, list((found_PR != all_RP.view(cut.ranks.count, -1).t()).any(1).unbind()))
+    @property
+    def start(self) -> int:
+        """How many numbers of the whole parameter come before this rank's."""
+        return math.prod(self.shape) // self.ranks.count * self.ranks.own
+
+
+def cut_parameter(parameter: nn.Parameter, ranks: RankSet) -> nn.Parameter:
+    """Return this rank's part of a parameter that stacks experts, in memory of its own."""
+    held = parameter.shape[0] // ranks.count
+    own: Any = nn.Parameter(parameter.data.narrow(0, held * ranks.own, held).clone(), parameter.requires_grad)
+    own.cut = Cut(ranks, tuple(parameter.shape))
+    part: nn.Parameter = own
+    return part
+
+
+def cut_of(parameter: nn.Parameter) -> Cut | None:
+    """Return what a parameter is a part of; None: it is whole here, or a shard of ZeRO-3."""
+    return getattr(parameter, "cut", None)
+
+
+def cut_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by name of which this rank holds some experts."""
+    return {name: value for name, value in module.named_parameters() if cut_of(value) is not None}
+
+
+def whole_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Return a parameter's shape, also while a rank holds a part of it alone."""
+    cut = cut_of(parameter)
+    return tuple(getattr(parameter, "ds_shape", parameter.shape)) if cut is None else cut.shape
+
+
+@torch.no_grad()
+def all_experts(parameter: nn.Parameter) -> torch.Tensor:
+    """Return the experts of all ranks, in new memory; all ranks that share them call it."""
+    cut = cut_of(parameter)
+    assert cut is not None
+    whole = parameter.data.new_empty(cut.shape)
+    torch.distributed.all_gather_into_tensor(whole, parameter.data.contiguous(), group=cut.ranks.group)
+    return whole

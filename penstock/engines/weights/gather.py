@@ -6,7 +6,9 @@ matrices stacked already), whole parameters land in a bucket first, and the next
 last one are copied.
 
 The proof takes no second gather: each rank sums its own shard, the sums are exchanged once, and compared with the sums
-of what arrived. Suffixes: `_P` parameters, `_PR` times ranks.
+of what arrived. Experts that several ranks share out (`actor.expert_parallel`) are gathered with the same proof.
+
+Suffixes: `_P` parameters, `_PR` times ranks. Left out: which experts a rank has (experts.py).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch import nn
 from penstock.engines.weights.buckets import in_buckets, numels_of, one_ahead
 from penstock.engines.weights.checksum import range_sums, word_sum
 from penstock.engines.weights.copies import Copies, Differences, refuse, wrong_names
+from penstock.engines.weights.experts import all_experts, cut_of, cut_parameters
 from penstock.engines.weights.loader import Binding
 from penstock.engines.weights.slices import shapes_of
 
@@ -105,6 +108,35 @@ class Shards:
         """Return this rank's part on the device, also of weights that live in host memory (`actor.offload`)."""
         shard: torch.Tensor = parameter.ds_tensor.to(parameter.device, non_blocking=True)
         return shard
+
+
+class ExpertShards:
+    """Experts that lie on several ranks, gathered a parameter at a time, and the proof of what was gathered."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters = cut_parameters(module)
+        self._found: dict[str, torch.Tensor] = {}  # sums of what arrived, one of each rank, by parameter
+
+    def gather(self, name: str) -> torch.Tensor:
+        """Return the experts of all ranks, and remember the sums of what arrived."""
+        parameter = self.parameters[name]
+        whole = all_experts(parameter)
+        self._found[name] = range_sums(whole.view(-1), parameter.numel(), whole.numel() // parameter.numel())
+        return whole
+
+    def differences(self) -> Differences:
+        """Compare all that was gathered since the last call with what each rank holds; all ranks call it."""
+        names = list(self._found)
+        if not names:
+            return Differences([], [])
+        cut = cut_of(self.parameters[names[0]])
+        assert cut is not None
+        own_P = torch.stack([word_sum(self.parameters[name].data.view(-1)) for name in names])
+        all_RP = own_P.new_empty(cut.ranks.count * len(names))
+        torch.distributed.all_gather_into_tensor(all_RP, own_P, group=cut.ranks.group)
+        found_PR = torch.stack(list(self._found.values()))
+        self._found.clear()
+        return Differences(names, list((found_PR != all_RP.view(cut.ranks.count, -1).t()).any(1).unbind()))
 
 
 class GatherReshard:

@@ -19,8 +19,8 @@ from torch import nn
 
 from penstock.engines.families.served import unserved
 from penstock.engines.families.table import Family, family_of
-from penstock.engines.models.served_mixers import compute_from_weights
 from penstock.engines.weights.layout import fused_view
+from penstock.engines.weights.mixers import compute_from_weights
 from penstock.engines.weights.slices import Counterpart, Shapes, counterparts
 
 

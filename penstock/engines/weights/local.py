@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from penstock.engines.weights.copies import Copies, refuse, wrong_names
-from penstock.engines.weights.experts import ExpertShards
+from penstock.engines.weights.gather import ExpertShards
 from penstock.engines.weights.loader import Binding
 from penstock.engines.weights.lora import adapted_layers
 from penstock.engines.weights.slices import shapes_of

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from penstock.engines.families.table import Family
-from penstock.engines.weights.cuts import whole_shape
+from penstock.engines.weights.experts import whole_shape
 from penstock.engines.weights.layout import FusedParameter, family_in, in_plan_order, plan
 from penstock.engines.weights.lora import base_parameters
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.engines.weights.cuts import cut_of
+from penstock.engines.weights.experts import cut_of
 from penstock.engines.weights.gather import GatherReshard
 from penstock.engines.weights.layout import flat_storage
 from penstock.engines.weights.loader import Binding

@@ -40,7 +40,7 @@ def test_experts_of_two_ranks_reach_both_engines_and_are_written_whole(two_ranks
     assert held.keys() <= loaded.keys()
     assert all(torch.equal(loaded[name], value) for name, value in held.items())
     _step(two_ranks, tmp_path, 1)
-    errors = _errors(two_ranks, 2, "penstock.engines.weights.experts.range_sums")
+    errors = _errors(two_ranks, 2, "penstock.engines.weights.gather.range_sums")
     assert not errors[0]
     assert "1 rollout parameters are not the actor's" in errors[1]
 
@@ -59,7 +59,7 @@ def test_experts_of_two_ranks_reach_another_group(one_rank: Ranks, two_ranks: Ra
     errors = apart.both(
         "spoiled_refusal",
         arguments={"version": 2},
-        look="penstock.engines.weights.experts.range_sums",
+        look="penstock.engines.weights.gather.range_sums",
         rank=0,
         only="actor",
     )
