@@ -32,14 +32,14 @@ def test_lengths_are_log_normal_and_cut() -> None:
 
 
 def test_uneven_requests_are_asked_like_all_others() -> None:
-    """What stands in for a method of the decode loop takes what the loop gives it. Control: the other one does not."""
+    """What stands in for a method of the decode loop takes what that one takes. Control: that of another does not."""
 
     def taken(method: Any) -> list[str]:
         return list(inspect.signature(method).parameters)[1:]
 
-    assert taken(uneven_rank._request_unevenly) == taken(DecodeLoop.request)
-    assert taken(uneven_rank._go_on_unevenly) == taken(DecodeLoop.go_on)
-    assert taken(uneven_rank._go_on_unevenly) != taken(DecodeLoop.request)
+    assert taken(uneven_rank._request_unevenly) == taken(uneven_rank._request)
+    assert taken(uneven_rank._go_on_unevenly) == taken(uneven_rank._go_on)
+    assert taken(uneven_rank._go_on_unevenly) != taken(uneven_rank._request)
 
 
 def test_vllm_is_told_where_each_response_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,11 +55,17 @@ def _request_unevenly(
 
 
 def _go_on_unevenly(
-    loop: DecodeLoop, request: Request, name: str, prompt: list[int], parameters: Any, seed: int | None
+    loop: DecodeLoop,
+    request: Request,
+    name: str,
+    prompt: list[int],
+    parameters: Any,
+    seed: int | None,
+    images: Sequence[PromptImage] = (),
 ) -> None:
     sample, sampled = int(name.rpartition("-")[2]), len(request.tokens)
     length = lengths_of(prompt, sample + 1, parameters.max_tokens + sampled)[sample]
-    _go_on(loop, request, name, prompt, _as_long(parameters, length - sampled), seed)
+    _go_on(loop, request, name, prompt, _as_long(parameters, length - sampled), seed, images)
 
 
 def _as_long(parameters: Any, tokens: int) -> Any:

@@ -284,7 +284,7 @@ def test_compiled_code_of_another_gpu_is_another_engines() -> None:
 def test_a_prefix_cache_that_keeps_older_prefixes_ends_the_generation(emptied: bool) -> None:
     """vLLM only says so where a request still holds some of its cache."""
     generator = Generator.__new__(Generator)
-    generator.asleep, generator.dropped, generator.own_reshard = set(), False, None
+    generator.asleep, generator.dropped, generator.own_reshard, generator.looks_anew = set(), False, None, False
     generator.llm = SimpleNamespace(reset_prefix_cache=lambda: emptied)
     generator.loop = SimpleNamespace(version=7, keys_of=None)  # type: ignore[assignment]
     if emptied:
