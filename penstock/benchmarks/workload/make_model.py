@@ -1,6 +1,7 @@
 """Makes a random-weight model folder in the shape of Qwen2.5, for measuring speed and memory without a download.
 
     penstock bench model 1.5 models/random-1.5b
+    penstock bench model mixture models/random-mixture    # of experts, in the shape of Qwen 3 MoE, half a billion
 
 The tokenizer has one token per byte and fills the vocabulary up with unused tokens, so any text encodes; a model with
 random weights almost never ends a response, so every response has the full length. Given many tokens that end one, it
@@ -24,6 +25,25 @@ SHAPES = {
     "7": {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "intermediate_size": 18_944},
 }
 KV_HEADS = {"0.5": 2, "1.5": 2, "3": 2, "7": 4}
+USUAL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 32_768,
+    "rope_theta": 1e6,
+    "eos_token_id": VOCABULARY - 1,
+    "pad_token_id": VOCABULARY - 2,
+}
+MIXTURE = "mixture"
+EXPERTS: dict[str, Any] = {
+    **{
+        "hidden_size": 1024,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+    },
+    **{"num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True, "moe_intermediate_size": 512},
+    **{"intermediate_size": 2048, "tie_word_embeddings": True},
+}
 
 
 def main(size: str, folder: Path, mean_response: int | None = None) -> None:
@@ -32,9 +52,9 @@ def main(size: str, folder: Path, mean_response: int | None = None) -> None:
     With `mean_response` drawn responses (temperature 1) end after about that many tokens on average.
     """
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
+    from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen3MoeConfig
 
-    config = Qwen2Config(**sizes(size))
+    config = Qwen3MoeConfig(**USUAL, **EXPERTS) if size == MIXTURE else Qwen2Config(**sizes(size))
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -49,13 +69,9 @@ def main(size: str, folder: Path, mean_response: int | None = None) -> None:
 def sizes(size: str) -> dict[str, Any]:
     """Return the settings of transformers' Qwen2Config for a size in billions of parameters."""
     return {
-        "vocab_size": VOCABULARY,
+        **USUAL,
         "num_key_value_heads": KV_HEADS[size],
-        "max_position_embeddings": 32_768,
-        "rope_theta": 1e6,
         "tie_word_embeddings": size != "7",
-        "eos_token_id": VOCABULARY - 1,
-        "pad_token_id": VOCABULARY - 2,
         **SHAPES[size],
     }
 

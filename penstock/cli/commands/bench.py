@@ -525,17 +525,19 @@ def chart(
 
 @app.command()
 def model(
-    size: Annotated[str, typer.Argument(help="billions of parameters in Qwen2.5's shape: 0.5, 1.5, 3 or 7")],
+    size: Annotated[
+        str, typer.Argument(help="billions of parameters in Qwen2.5's shape: 0.5, 1.5, 3 or 7; or mixture: of experts")
+    ],
     folder: Annotated[Path, typer.Argument(help="folder for the model", callback=free_folder)],
     mean: Annotated[
         int | None, typer.Option(min=2, help="responses end after about so many tokens; default: hardly ever")
     ] = None,
 ) -> None:
     """Make a model folder with random weights and a tokenizer of one token per byte."""
-    from penstock.benchmarks.workload.make_model import SHAPES, main
+    from penstock.benchmarks.workload.make_model import MIXTURE, SHAPES, main
 
-    if size not in SHAPES:
-        raise UserError(f"there is no shape of size '{size}'", f"choose one of {', '.join(SHAPES)}")
+    if size not in (*SHAPES, MIXTURE):
+        raise UserError(f"there is no shape of size '{size}'", f"choose one of {', '.join((*SHAPES, MIXTURE))}")
     main(size, folder, mean)
     _say(f"model: {folder}")
 

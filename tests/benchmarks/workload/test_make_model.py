@@ -30,3 +30,19 @@ def test_the_share_of_tokens_that_end_a_response(
         probabilities_TV = model(torch.tensor([[5, 90, 7, 200]])).logits[0].softmax(-1)
     share = float(probabilities_TV[:, ends].sum(-1).mean())
     assert share == pytest.approx(tokens / make_model.VOCABULARY, rel=0.5)
+
+
+def test_a_mixture_has_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made by its own name, it loads as one; what is smaller here is its sizes. Control: the other shapes have none."""
+    small = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+        "moe_intermediate_size": 8,
+    }
+    monkeypatch.setattr(make_model, "EXPERTS", make_model.EXPERTS | small)
+    make_model.main(make_model.MIXTURE, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert model.model.layers[0].mlp.experts.down_proj.shape[0] == 32
+    assert "num_experts" not in make_model.sizes("0.5")
