@@ -54,6 +54,7 @@ def check_model(config: TrainConfig, scores: bool = False) -> None:
     check_model_folder(Path(config.model.path), "model.path", scores, config.model.code)
     check_sight(Path(config.model.path), config.data.image_column)
     check_states(config)
+    check_exact_shards(config)
     check_attention(config)
 
 
@@ -96,17 +97,26 @@ def check_states(config: TrainConfig) -> None:
     Raises:
         UserError: names it.
     """
+    critic = None if config.critic is None else config.critic.path
+    for key, path in (("critic.path", critic), ("reward.model", config.reward.model)):
+        if path is not None and _carries_states(Path(path)):
+            raise UserError(
+                f"{key}: the model in {path} has layers that carry a state from token to token, and scores of such a "
+                "model are not compared yet",
+                "use another model",
+            )
     folder = Path(str(config.model.path))
-    if not family_of(read_settings(folder).get("model_type", "")).mixers:
+    if not _carries_states(folder):
         return
-    trainers = {"actor": config.actor, "critic": config.critic, "sft": config.sft}
+    trained = [one for one in (config.actor, config.critic, config.sft) if one is not None] if config.trains else []
     given = {
         "environment": config.environment is not None,
         "groups": bool(config.groups),
+        "a critic": config.trains and config.critic is not None,
         **{f"rollout.{name}": getattr(config.rollout, name) is not None for name in ("tail", "carry", "stream")},
         "rollout.tensor_parallel above 1": config.rollout.tensor_parallel > 1,
-        **{f"{name}.sequence_parallel": getattr(part, "sequence_parallel", 1) > 1 for name, part in trainers.items()},
-        **{f"{name}.zero_stage=3": part is not None and part.zero_stage == 3 for name, part in trainers.items()},
+        "sequence_parallel": any(getattr(one, "sequence_parallel", 1) > 1 for one in trained),
+        "zero_stage 3": any(one.zero_stage == 3 for one in trained),
     }
     if names := [name for name, is_given in given.items() if is_given]:
         raise UserError(
@@ -116,17 +126,29 @@ def check_states(config: TrainConfig) -> None:
         )
 
 
+def _carries_states(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and bool(family_of(read_settings(folder).get("model_type", "")).mixers)
+
+
 def check_served_alone(folder: Path) -> None:
     """Check that vLLM's own server, without what Penstock changes in vLLM, serves what was trained.
 
     Raises:
-        UserError: its layers carry a state, and nobody has compared the two; vLLM 0.32 on a CPU turns one head of LFM2.
+        UserError: its layers carry a state, and nobody has compared the two; or vLLM 0.32 computes it wrongly on a CPU,
+            as one head of LFM2 and of latent attention, and corrections of routers without groups.
     """
-    if family_of(read_settings(folder).get("model_type", "")).mixers:
+    settings = read_settings(folder)
+    family = family_of(settings.get("model_type", ""))
+    if family.mixers:
         raise UserError(
             f"the model in {folder} has layers that carry a state from token to token, and nobody has compared vLLM's "
             "own server with the trainer",
             "generate with penstock evaluate, or use another model",
+        )
+    if not visible_gpus() and (settings.get("kv_lora_rank") or family.corrected and not settings.get("n_group")):
+        raise UserError(
+            f"the model in {folder} is not what vLLM's own server would compute on a CPU",
+            "generate with penstock evaluate, serve it on a GPU, or use another model",
         )
 
 
@@ -450,6 +472,26 @@ def check_corrections(config: TrainConfig, settings: Mapping[str, Any]) -> None:
         raise UserError(f"{what}, which beside bfloat16 weights nobody has compared on GPUs", remedy)
     if reshard_strategy(config) != "shared":
         raise UserError(f"{what}, and beside bfloat16 weights they would be rounded on their way to vLLM", remedy)
+
+
+def check_exact_shards(config: TrainConfig) -> None:
+    """Check that no trained model's shards round by what its routers correct their choice: ZeRO-3's have one dtype.
+
+    Raises:
+        UserError: they do.
+    """
+    if not config.trains or weight_width(config, "cuda" if visible_gpus() else "cpu") == 4:
+        return
+    for trainer in (config.actor, config.critic, config.sft):
+        path = getattr(trainer, "path", None) or config.model.path
+        if trainer is None or trainer.zero_stage < 3 or path is None:
+            continue
+        if family_of(read_settings(Path(path)).get("model_type", "")).corrected:
+            raise UserError(
+                f"zero_stage 3: routers of the model in {path} correct their choice of experts in float32, and beside "
+                "bfloat16 weights its shards would round that",
+                "set another zero_stage, or model.dtype=float32",
+            )
 
 
 def check_head_size(config: TrainConfig) -> None:

@@ -45,7 +45,8 @@ def take_experts(
         weights_NK: the router's.
     """
     experts_P, order_P = experts_NK.flatten().sort(stable=True)
-    sent_RE = torch.bincount(experts_P, minlength=ranks.count * held).view(ranks.count, held)
+    counted_E = experts_P.new_zeros(ranks.count * held).scatter_add_(0, experts_P, torch.ones_like(experts_P))
+    sent_RE = counted_E.view(ranks.count, held)  # not by bincount, which waits for the device
     received_RE = torch.empty_like(sent_RE)
     torch.distributed.all_to_all_single(received_RE, sent_RE, group=ranks.group)
     send, receive = (tuple(each) for each in torch.stack((sent_RE.sum(1), received_RE.sum(1))).tolist())

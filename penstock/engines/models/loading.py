@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -51,8 +50,7 @@ def load_causal_lm(
 
     Raises:
         UserError: packed training does not provide all that the model does (penstock/engines/families/architecture.py),
-        or the
-            folder brings other code.
+            or the folder brings other code.
     """
     lm = _load(AutoModelForCausalLM, path, dtype, code)
     if not train_encoder:
@@ -115,7 +113,7 @@ def _load(kind: Any, path: str | Path, dtype: torch.dtype, code: Code | None, **
     head = kind is AutoModelForCausalLM
     kind = kind_for(config) if head else kind
     _check_packable(kind, config, path, own, head)
-    keep_corrections_exact(config)
+    keep_corrections_exact(kind, config)
     model: PreTrainedModel = kind.from_pretrained(
         path,
         dtype=dtype,
@@ -130,11 +128,15 @@ def _load(kind: Any, path: str | Path, dtype: torch.dtype, code: Code | None, **
     return model
 
 
-def keep_corrections_exact(config: Any) -> None:
-    """Let the library read by which routers correct their choices in float32: of some families it would round it."""
+def keep_corrections_exact(automatic: Any, config: Any) -> None:
+    """Let the library read by which routers correct their choices in float32: of some families it would round it.
+
+    Args:
+        automatic: the library's class that finds the model's own.
+    """
     family = family_of(config.model_type)
-    if family.corrected and type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if family.corrected and type(config) in automatic._model_mapping:
+        kind = automatic._model_mapping[type(config)]
         kind._keep_in_fp32_modules_strict = sorted({*(kind._keep_in_fp32_modules_strict or ()), *family.corrections})
 
 

@@ -54,7 +54,7 @@ def load_folder(folder: Path, code: Code | None = None) -> Any:
     try:
         own = trusted(folder, code)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=own)
-        keep_corrections_exact(config)
+        keep_corrections_exact(kind_for(config), config)
         loaded: Any = kind_for(config).from_pretrained(
             folder,
             dtype="auto",

@@ -372,9 +372,7 @@ def kv_cache_bytes(
     """Return the KV cache's size: what is asked for, else what all sequences need, within free memory."""
     if config.kv_cache_gib:
         return int(config.kv_cache_gib * GIB)
-    if (
-        shape.family.mixers and not cuda
-    ):  # vLLM makes blocks as large as a state: a sequence needs what sizes do not say
+    if shape.family.mixers and not cuda:  # blocks are as large as a state, of which the sizes do not tell
         return min(CPU_KV_CACHE_LIMIT, psutil.virtual_memory().available // 4)
     per_token = shape.kv_numbers(config.tensor_parallel) * dtype.itemsize
     block = 128  # vLLM hands out whole blocks; its CPU blocks are the largest

@@ -321,7 +321,8 @@ def _rest(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig])
     if "rollout" in rank.shapes:
         shape, shared = rank.shapes["rollout"], reshard_strategy(config) == "shared"
         own = shape.merged_parameters(config.actor.lora) if shared else shape.parameters
-        own += shape.expert_parameters if shared and experts_elsewhere(config.actor, shape) else 0
+        apart = shape.family.transposed or (shared and experts_elsewhere(config.actor, shape))
+        own += shape.expert_parameters if apart else 0  # vLLM has copies of them
         parts |= {"rollout weights": rank.width * own // config.rollout.tensor_parallel} if own else {}
     return parts
 
@@ -350,7 +351,7 @@ def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, 
     copied = gradients - waiting if stage == 2 else 0  # when it steps it copies the sums into one tensor
     return {
         f"{name} gradients": gradients,
-        "reduce buckets": _buckets(trained - experts_elsewhere(trainer, shape), stage, rank),
+        "reduce buckets": _buckets(trained - experts_elsewhere(trainer, shape), trainer, rank),
         "activations": waiting,
         "backward pass": max(head, block, copied),
     }
@@ -437,12 +438,13 @@ def _share(trainer: TrainerConfig, shape: ModelShape, whole: MicroBatch) -> Micr
     return replace(whole, tokens=tokens, responses=min(whole.responses, tokens), keys=keys) if ranks > 1 else whole
 
 
-def _buckets(trained: int, stage: int, rank: Rank) -> int:
+def _buckets(trained: int, trainer: TrainerConfig, rank: Rank) -> int:
     """Return the buffers of gradients on their way to other ranks, and of ZeRO-3's gathered parameters."""
+    stage, fetched = trainer.zero_stage, rank.ranks > 1 or trainer.offload == "all"
     if stage == 0 or (stage == 1 and rank.width == 2):
         return 0  # in bfloat16 stage 1 is DeepSpeed's other optimizer, which adds each gradient at once
     elements = REDUCE_BUCKET if rank.device == "cuda" else min(REDUCE_BUCKET, trained)
-    gathered = min(LIVE_PARAMETERS, trained) if stage == 3 and rank.ranks > 1 else 0
+    gathered = min(LIVE_PARAMETERS, trained) if stage == 3 and fetched else 0
     return rank.width * (BUCKETS[rank.device] * elements + gathered)
 
 

@@ -11,7 +11,13 @@ from pydantic import ValidationError
 from penstock.base.errors import UserError
 from penstock.benchmarks.workload.families import write_family
 from penstock.checks import model as checks
-from penstock.checks.model import check_corrections, check_expert_parallel, check_router_loss, check_routing
+from penstock.checks.model import (
+    check_corrections,
+    check_exact_shards,
+    check_expert_parallel,
+    check_router_loss,
+    check_routing,
+)
 from penstock.configs.evaluation import evaluation_config
 from penstock.configs.schema import TrainConfig
 from penstock.engines.families.shape import read_settings
@@ -62,6 +68,25 @@ def test_corrections_are_refused_where_bfloat16_would_round_them(
     check(plain, "bfloat16")
     with pytest.raises(UserError, match="routers of glm4_moe .* nobody has compared on GPUs"):
         check(corrected, "bfloat16")
+
+
+@pytest.mark.parametrize("section", ["actor", "sft"])
+def test_shards_that_round_corrections_are_refused(
+    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of whatever is trained. Controls: stage 2, float32, no corrections, and an evaluation, which trains nothing."""
+    monkeypatch.setattr(checks, "visible_gpus", lambda: [])
+    plain, corrected = (write_family(name, tmp_path / name) for name in ("Qwen 3 MoE", "GLM-4.5"))
+
+    def of(folder: Path, dtype: str, stage: int) -> TrainConfig:
+        model = {"path": str(folder), "dtype": dtype}
+        return TrainConfig.model_validate({"model": model, section: {"zero_stage": stage}})
+
+    for folder, dtype, stage in ((plain, "bfloat16", 3), (corrected, "float32", 3), (corrected, "bfloat16", 2)):
+        check_exact_shards(of(folder, dtype, stage))
+    check_exact_shards(evaluation_config(of(corrected, "bfloat16", 3), corrected, None))
+    with pytest.raises(UserError, match="zero_stage 3: routers of the model .* correct their choice"):
+        check_exact_shards(of(corrected, "bfloat16", 3))
 
 
 def test_replay_needs_a_mixture_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,3 +184,10 @@ def test_an_evaluation_records_no_experts(tmp_path: Path) -> None:
     trained = config(rollout={"samples": 4})
     assert trained.actor.replays
     assert not evaluation_config(trained, tmp_path, None).actor.replays
+
+
+def test_an_evaluation_shares_out_no_experts(tmp_path: Path) -> None:
+    """It trains none. Control: the training does."""
+    trained = TrainConfig.model_validate({"model": {"path": str(tmp_path)}, "actor": {"expert_parallel": 2}})
+    assert trained.actor.expert_parallel == 2
+    assert evaluation_config(trained, tmp_path, None).actor.expert_parallel == 1

@@ -30,8 +30,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ({"groups": ROLLOUT_ELSEWHERE}, "groups"),
         ({"rollout": {"tail": {}}}, "rollout.tail"),
         ({"rollout": {"tensor_parallel": 2}}, "rollout.tensor_parallel above 1"),
-        ({"actor": {"zero_stage": 3}}, "actor.zero_stage=3"),
-        ({"actor": {"sequence_parallel": 2}}, "actor.sequence_parallel"),
+        ({"actor": {"zero_stage": 3}}, "zero_stage 3"),
+        ({"actor": {"sequence_parallel": 2}}, "sequence_parallel"),
     ],
 )
 def test_what_nobody_has_compared_is_refused(sections: dict[str, Any], named: str, folders: tuple[Path, Path]) -> None:
@@ -43,6 +43,36 @@ def test_what_nobody_has_compared_is_refused(sections: dict[str, Any], named: st
     check_states(TrainConfig.model_validate({"model": {"path": str(folders[0])}}))
     with pytest.raises(UserError, match=f"carry a state .* does not go with {named}"):
         check_states(with_state)
+
+
+def test_scores_of_one_are_refused(folders: tuple[Path, Path]) -> None:
+    """Of a critic from its folder, a critic of its own and a reward model. Control: a model without a state."""
+    with_state, without = (str(folder) for folder in folders)
+    ppo: dict[str, Any] = {"algorithm": {"name": "ppo"}}
+
+    def checked(model: str, **sections: Any) -> None:
+        check_states(TrainConfig.model_validate({"model": {"path": model}, **sections}))
+
+    checked(without, **ppo, critic={"path": without}, reward={"model": without})
+    with pytest.raises(UserError, match="does not go with a critic"):
+        checked(with_state, **ppo)
+    with pytest.raises(UserError, match="critic.path: the model in .* carry a state"):
+        checked(without, **ppo, critic={"path": with_state})
+    with pytest.raises(UserError, match="reward.model: the model in .* carry a state"):
+        checked(without, reward={"model": with_state})
+
+
+@pytest.mark.parametrize("name", ["Moonlight", "MiniMax M2"])
+def test_what_vllm_alone_computes_wrongly_on_a_cpu_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Latent attention, and corrections without groups. Controls: a GPU, and a router with groups."""
+    folder = write_family(name, tmp_path / "model")
+    with pytest.raises(UserError, match="not what vLLM's own server would compute on a CPU"):
+        check_served_alone(folder)
+    check_served_alone(write_family("GLM-4.5", tmp_path / "other"))
+    monkeypatch.setattr(checks, "visible_gpus", lambda: ["0"])
+    check_served_alone(folder)
 
 
 def test_gpus_and_vllm_alone_are_refused(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -289,6 +289,20 @@ def test_a_rank_holds_its_share_of_the_experts_and_all_else(device: str, stage: 
     assert rollout["rollout weights"] == rank.width * elsewhere // 3 * 4
 
 
+def test_vllm_has_copies_of_experts_that_lie_transposed() -> None:
+    """Of gpt-oss, whatever is shared. Control: of Mixtral, whose experts are shared, it has none."""
+    experts = ExpertSizes(count=8, chosen=2, inner=32)
+
+    def own(model_type: str) -> int:
+        mixture = replace(MILLION, model_type=model_type, experts=experts)
+        rank = replace(_rank(1, "cpu", ("actor", "rollout")), shapes=dict.fromkeys(("actor", "rollout"), mixture))
+        phases = rank_phases(TrainConfig(), rank, _every(LOGITS))  # type: ignore[arg-type]
+        return phases["rollout"].get("rollout weights", 0)
+
+    assert own("mixtral") == 0
+    assert own("gpt_oss") == 4 * 2 * 3 * 128 * 8 * 32
+
+
 def test_a_schedule_counts_with_its_largest_budget() -> None:
     """The estimate is of the whole run, not of its first iteration."""
     first, later, largest = (
