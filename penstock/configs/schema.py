@@ -257,7 +257,15 @@ def check_images(config: TrainConfig) -> None:
     if config.model.train_encoder:
         beside = " beside 'model.train_encoder'"
         given |= {f"{name}.lora{beside}": bool(part and part.lora) for name, part in trainers.items()}
-        given |= {f"rollout.stream{beside}": stream is not None}
+        others = {
+            "groups": bool(config.groups),
+            "a critic": config.critic is not None,
+            "environment": config.environment is not None,
+            "rollout.carry": config.rollout.carry is not None,
+            "rollout.stream": stream is not None,
+            "algorithm.kl.refresh_every": config.algorithm.kl is not None and bool(config.algorithm.kl.refresh_every),
+        }
+        given |= {f"{name}{beside}": is_given for name, is_given in others.items()}
     if names := [name for name, is_given in given.items() if is_given]:
         raise ValueError(
             f"rows with images do not go with {', '.join(names)}: that trainer and rollout agree there is not shown "

@@ -125,11 +125,12 @@ class AgentEpisode:
         asks = await self._session.asked()
         if asks:
             return Step(asks=asks)
+        refused = self.refused  # what the agent has left behind is none of these
         self._session.close()
         cut = self._session.cut
         gave_up = cut and self._running.exception() is not None  # as clients do that are refused
         reward = None if gave_up else self._running.result()
-        return Step(done=True, reward=reward, cut=cut, refused=self.refused)
+        return Step(done=True, reward=reward, cut=cut, refused=refused)
 
 
 async def _called(run: Callable[..., Any], *arguments: Any) -> Reward:

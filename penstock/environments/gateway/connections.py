@@ -21,6 +21,7 @@ from typing import Protocol, cast
 import httptools
 
 LARGEST_HEAD = 64 << 10  # bytes
+BACKLOG = 2048  # connections that wait to be taken, as of all episodes of a process at once
 RESTS_S = 5.0
 JSON, EVENTS = "application/json", "text/event-stream"
 
@@ -31,17 +32,19 @@ class Answer:
 
     Attributes:
         last: whether the connection ends with it.
+        bare: whether its body is left out, as HEAD has it.
     """
 
     connection: Connection
     last: bool
+    bare: bool = False
     data: bytes | None = None
 
     def give(self, status: int, body: bytes, kind: str = JSON) -> None:
         """Send it, once those before it have gone; whoever asked may have gone, too."""
         close = "connection: close\r\n" if self.last else ""
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: {kind}\r\n"
-        self.data = f"{head}content-length: {len(body)}\r\n{close}\r\n".encode() + body
+        self.data = f"{head}content-length: {len(body)}\r\n{close}\r\n".encode() + (b"" if self.bare else body)
         self.connection.send()
 
 
@@ -71,7 +74,9 @@ class Connections:
     def listen(self, listening: socket.socket) -> None:
         """Answer what comes to a socket; what comes earlier waits in its backlog."""
         loop = asyncio.get_running_loop()
-        self._listening = loop.create_task(loop.create_server(lambda: Connection(self), sock=listening))
+        self._listening = loop.create_task(
+            loop.create_server(lambda: Connection(self), sock=listening, backlog=BACKLOG)
+        )
         self._look()
 
     def _look(self) -> None:
@@ -90,6 +95,8 @@ class Connection(asyncio.Protocol):
         self._answers: deque[Answer] = deque()
         self._reading: Reader | None = None  # the body of the request that has begun last
         self._path, self._head, self._continues = b"", 0, False
+        self._is_last = False  # whether the request that has begun last is the connection's last
+        self._is_over = False  # whether what still comes is not read
         self._heard = asyncio.get_running_loop().time()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:  # noqa: D102
@@ -126,6 +133,8 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:  # noqa: D102
         self._heard = asyncio.get_running_loop().time()
+        if self._is_over:
+            return
         self._head += len(data)
         try:
             self._parser.feed_data(data)
@@ -138,11 +147,17 @@ class Connection(asyncio.Protocol):
             self._malformed(f"the request's head is larger than {LARGEST_HEAD >> 10} KiB")
 
     def _malformed(self, why: str) -> None:
+        """Say so behind the answers that are due; of a request that is being read this is the answer."""
+        if self._is_over:
+            return  # it came behind the last request
+        self._is_over = True
+        being_read = self._reading is not None and self._answers and self._answers[-1].data is None
+        answer = self._answers[-1] if being_read else Answer(self, True)
+        if not being_read:
+            self._answers.append(answer)
         self._leave()
-        if not self._transport.is_closing():
-            self._transport.write(b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\nconnection: close\r\n\r\n")
-            self._transport.write(why.encode())
-            self._transport.close()
+        answer.last = True
+        answer.give(400, why.encode(), "text/plain")
 
     def on_message_begin(self) -> None:  # noqa: D102
         self._path, self._continues = b"", False
@@ -156,11 +171,11 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:  # noqa: D102
         method, path = self._parser.get_method().decode(), self._path.partition(b"?")[0].decode(errors="replace")
         parser = self._parser
-        last = not parser.should_keep_alive() or parser.should_upgrade() or parser.get_http_version() == "1.0"
-        answer = Answer(self, last)
+        self._is_last = not parser.should_keep_alive() or parser.should_upgrade() or parser.get_http_version() == "1.0"
+        answer = Answer(self, self._is_last, bare=method == "HEAD")
         self._answers.append(answer)
         self._reading = self._connections.route(method, path, answer)
-        if self._continues:
+        if self._continues and answer.data is None and len(self._answers) == 1:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:  # noqa: D102
@@ -169,5 +184,14 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:  # noqa: D102
         reading, self._reading, self._head = self._reading, None, 0
+        self._is_over = self._is_last
         if reading is not None:
             reading.ended()
+
+    # ---- a client that does not read -------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:  # noqa: D102
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:  # noqa: D102
+        self._transport.resume_reading()

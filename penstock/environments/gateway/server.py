@@ -25,7 +25,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from penstock.environments.gateway.asks import CUT, Ask, Turn
-from penstock.environments.gateway.connections import EVENTS, Answer, Connections, Reader
+from penstock.environments.gateway.connections import BACKLOG, EVENTS, Answer, Connections, Reader
 from penstock.environments.gateway.history import History, Refused
 from penstock.environments.gateway.requests import (
     ChatRequest,
@@ -90,6 +90,7 @@ class Session:
         self._arrived: asyncio.Future[None] | None = None  # whoever waits for what is asked next
         self._known, self._passes = (0, 0), 0
         self.refused = self.open = self.bytes_read = 0
+        self.reading: set[_Read] = set()  # requests whose bodies have not come
 
     async def asked(self) -> list[Ask]:
         """Wait for what the agent asks next: a round, in the order in which its turns are drawn; none: it has ended."""
@@ -177,6 +178,8 @@ class Session:
         self._gateway.sessions.pop(self._key, None)
         self._over = True
         self._refuse_all()
+        for one in [*self.reading]:
+            one.give_up(GONE)
 
     def _refuse_all(self) -> None:
         for asked in [*self._round, *self._next]:
@@ -215,7 +218,7 @@ class Gateway:
 
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
-        self._socket = socket.create_server((LOOPBACK, 0), backlog=2048)
+        self._socket = socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
         self.address = f"http://{LOOPBACK}:{self._socket.getsockname()[1]}"
         self._connections = Connections(self._route)
         self._connections.listen(self._socket)
@@ -233,7 +236,7 @@ class Gateway:
             return _Told(answer, 404, _error(404, GONE))
         if kind is not None and method == "POST":
             return _Read(session, kind, answer)
-        if f"/{rest}" == MODELS and method == "GET":
+        if f"/{rest}" == MODELS and method in ("GET", "HEAD"):
             return _Told(answer, 200, _models)
         return _Told(answer, 404, _error(404, f"{method} /{rest} is not served"))
 
@@ -269,6 +272,7 @@ class _Read:
 
     def __post_init__(self) -> None:
         self.session.open += 1
+        self.session.reading.add(self)
         if self.session.open > WAITING:  # what they hold might have no end
             self._refuse(f"an episode may have {WAITING} requests at a time")
 
@@ -283,6 +287,7 @@ class _Read:
     def ended(self) -> None:
         if self.is_over:
             return
+        self.session.reading.discard(self)
         try:
             asked = self.kind.model_validate_json(self.body)
             self.session.ask(_Asked(asked, self._answer, self._refuse))
@@ -296,6 +301,11 @@ class _Read:
         if not self.is_over:
             self._end()
 
+    def give_up(self, why: str) -> None:
+        """Wait for the rest of the body no longer."""
+        self.answer.last = True
+        self._refuse(why)
+
     def _answer(self, body: dict[str, Any]) -> None:
         asked = self.asked
         self._end()
@@ -305,6 +315,8 @@ class _Read:
             self.answer.give(200, _told(body).encode())
 
     def _refuse(self, why: str) -> None:
+        if self.is_over:
+            return
         self.session.refused += not self.session.cut
         self._end()
         self.answer.give(400, _error(400, why))
@@ -312,6 +324,7 @@ class _Read:
     def _end(self) -> None:
         self.is_over, self.body = True, bytearray()
         self.session.open -= 1
+        self.session.reading.discard(self)
         if self.asked is not None:
             self.session.left(self.asked)
 

@@ -21,6 +21,7 @@ import numpy as np
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.data.images import names_in_run
+from penstock.reports.samples.thumbnails import NAME
 from penstock.state.experience import (
     AGENT,
     IMAGES,
@@ -40,7 +41,6 @@ PART = "reward/"
 LENGTH, ADVANTAGE = "length", "advantage"  # figures of a response that are made of its tokens
 TURNS, FAILURE = "turns", "reward_failure"
 NUMBERED = re.compile(r"(\d{6})\.(parquet|json)")
-_IMAGE = re.compile(r"data/images/[0-9a-f]{16}")
 _PROMPT, _SAMPLE = re.compile(r"-(\d{6,})$"), re.compile(r"\d+/([^/]+)/\d+")
 
 
@@ -258,7 +258,7 @@ def _images(value: Any) -> tuple[str, ...]:
     """Return names of images: of an experience's numbers, or of the text in a table of samples."""
     if value is None:
         return ()
-    return tuple(_IMAGE.findall(value) if isinstance(value, str) else names_in_run(value))
+    return tuple(NAME.findall(value) if isinstance(value, str) else names_in_run(value))
 
 
 def _prompts_of_paths(values: dict[str, Any]) -> tuple[np.ndarray, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from penstock.state.run_folder import RunFolder
 
 SIDE = 112  # pixels of the longer side
 PAGE_BYTES = 2 << 20  # of all pictures of a page, as they stand in it
+SMALLEST = 512  # bytes: with less left no file is opened
+NAME = re.compile(r"data/images/[0-9a-f]{16}")  # of an image in a run folder
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class Thumbnails:
         return [Thumbnail(name, self._within(name)) for name in names]
 
     def _within(self, name: str) -> str:
+        if self._left < SMALLEST or not NAME.fullmatch(name):
+            return ""
         if name not in self._made:
             self._made[name] = _data_uri(self._run.path / name)
         uri = self._made[name]

@@ -199,6 +199,7 @@ def taken(parts: Sequence[CarriedResponses], rows_B: np.ndarray) -> CarriedRespo
 
 
 def _taken_episodes(parts: Sequence[CarriedEpisodes], loss_mask_T: np.ndarray, rows_B: np.ndarray) -> CarriedEpisodes:
+    assert all(part.asked is None for part in parts), "agents' episodes are not carried"
     earned = [pair for part in parts for pair in zip(part.parts_B, part.failures_B, strict=True)]
     return CarriedEpisodes(
         seeds_B=np.concatenate([part.seeds_B for part in parts])[rows_B],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -143,5 +145,92 @@ def test_a_connection_that_rests_is_closed(monkeypatch: pytest.MonkeyPatch) -> N
         session.answer([[Turn("x", prompt=[1], tokens=[2])] for _ in await session.asked()], False)
         assert text((await answer(waiting_reader))[2]) == "x"
         waiting.close()
+
+    spoken(play)
+
+
+def test_what_is_not_http_waits_behind_answers_that_are_due() -> None:
+    """Bytes behind the last request of a connection change nothing; nonsense behind another is told after its answer.
+
+    Control: without a request before it, it is told at once (above).
+    """
+
+    async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, _: Session) -> None:
+        writer.write(request(path, {"prompt": "a"}) + b"nonsense\r\n\r\n")
+        assert text((await answer(reader))[2]) == "<a>"
+        assert (await answer(reader))[0] == "HTTP/1.1 400 Bad Request"
+        assert await reader.read() == b""
+        other_reader, other = await asyncio.open_connection(*writer.get_extra_info("peername"))
+        other.write(request(path, {"prompt": "b"}, "Connection: close") + b"more\r\n\r\n")
+        assert text((await answer(other_reader))[2]) == "<b>"
+        assert await other_reader.read() == b""
+        other.close()
+
+    spoken(play, answers=2)
+
+
+def test_a_head_has_no_body() -> None:
+    """What it would have is told, and the next answer begins right behind. Control: GET has it."""
+
+    async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, _: Session) -> None:
+        ask = " {}/models HTTP/1.1\r\nHost: policy\r\n\r\n".format(path.removesuffix("/"))
+        writer.write(f"HEAD{ask}GET{ask}".encode())
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        status, headers, body = await answer(reader)
+        assert head.startswith("HTTP/1.1 200 OK") and status == "HTTP/1.1 200 OK"
+        assert f"content-length: {headers['content-length']}\r\n" in head and json.loads(body)["data"]
+
+    spoken(play)
+
+
+def test_a_client_that_does_not_read_is_not_read_either() -> None:
+    """So that what is kept for it has an end. Control: all answers come once it reads."""
+    asked = 60_000  # with answers of 12 MB, more than sockets hold
+
+    async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, session: Session) -> None:
+        one = "GET {}/models HTTP/1.1\r\nHost: policy\r\n\r\n".format(path.removesuffix("/")).encode()
+        writer.write(one * asked)
+        for _ in range(200):
+            await asyncio.sleep(0.001)
+        (connection,) = session._gateway._connections.opened
+        assert connection._transport.get_write_buffer_size() < 1 << 20
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = len(head) + int(re.search(rb"content-length: (\d+)", head)[1])  # type: ignore[index]
+        assert len(await reader.readexactly(asked * length - len(head))) > 8 << 20
+
+    spoken(play)
+
+
+def test_many_connect_while_the_loop_is_busy() -> None:
+    """More than asyncio's own backlog, in one pass of the loop. Control: its backlog would hold 100."""
+
+    async def connect() -> None:
+        gateway = Gateway()
+        gateway.open()
+        await asyncio.sleep(0.01)  # so that it listens
+        host, port = gateway.address.removeprefix("http://").split(":")
+        clients = []
+        for _ in range(300):
+            client = socket.socket()
+            client.settimeout(0.5)
+            client.connect((host, int(port)))
+            clients.append(client)
+        for client in clients:
+            client.close()
+
+    asyncio.run(connect())
+
+
+def test_an_episode_that_ends_waits_for_no_body() -> None:
+    """A request that stalls is answered, and its connection closed. Control: it is open until then."""
+
+    async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, session: Session) -> None:
+        writer.write(request(path, {"prompt": "a"})[:-3])
+        while not session.open:
+            await asyncio.sleep(0.001)
+        session.close()
+        assert session.open == 0 and not session.reading
+        assert (await answer(reader))[0] == "HTTP/1.1 400 Bad Request"
+        assert await reader.read() == b""
 
     spoken(play)
