@@ -199,8 +199,6 @@ def check_model_folder(folder: Path, key: str, scores: bool = False, code: Code 
     settings = read_settings(folder)
     check_architecture(settings, weight_shapes(folder), f"{key}: {folder}", head=not scores)
     check_kernel(folder, key, settings)
-    if family_of(settings.get("model_type", "")).mixers and visible_gpus():
-        raise unpackable(f"{key}: {folder}", STATE_ON_GPU)
 
 
 def check_optimizers(config: TrainConfig) -> None:
@@ -442,16 +440,20 @@ def check_longest_row(config: TrainConfig, settings: Mapping[str, Any]) -> None:
 
 
 def check_kernel(folder: Path, key: str, settings: Mapping[str, Any]) -> None:
-    """Check that there is a kernel for the model's attention: on a GPU there is none for caps, sinks and latents.
+    """Check that there is a kernel for the model's layers: on a GPU there is none for caps, sinks, latents and states.
 
     Raises:
         UserError: it has one of them, and there is a GPU.
     """
-    family = family_of(settings.get("model_type", ""))
-    if visible_gpus() and family.no_gpu_kernel:
-        raise unpackable(f"{key}: {folder}", on_cpus_alone(family.no_gpu_kernel))
-    if visible_gpus() and any(settings.get(name) is not None for name in family.score_caps):
-        raise unpackable(f"{key}: {folder}", CAPPED_ON_GPU)
+    if not visible_gpus():
+        return
+    family, where = family_of(settings.get("model_type", "")), f"{key}: {folder}"
+    if family.no_gpu_kernel:
+        raise unpackable(where, on_cpus_alone(family.no_gpu_kernel))
+    if any(settings.get(name) is not None for name in family.score_caps):
+        raise unpackable(where, CAPPED_ON_GPU)
+    if family.mixers:
+        raise unpackable(where, STATE_ON_GPU)
 
 
 def check_corrections(config: TrainConfig, settings: Mapping[str, Any]) -> None:

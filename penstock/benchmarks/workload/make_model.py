@@ -34,15 +34,17 @@ USUAL: dict[str, Any] = {
 }
 MIXTURE = "mixture"
 EXPERTS: dict[str, Any] = {
-    **{
-        "hidden_size": 1024,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "head_dim": 128,
-    },
-    **{"num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True, "moe_intermediate_size": 512},
-    **{"intermediate_size": 2048, "tie_word_embeddings": True},
+    "hidden_size": 1024,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "intermediate_size": 2048,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "moe_intermediate_size": 512,
+    "tie_word_embeddings": True,
 }
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 REPLAYED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # model types
 
-
 NO_REPLAY_ON_GPUS = (
     "actor.routing=replay records the rollout's experts on CPUs only: with vLLM's CUDA graphs it has not been tried",
     "remove it; algorithm.correction weighs tokens whose log-probs differ, whatever the reason (docs/algorithms.md)",

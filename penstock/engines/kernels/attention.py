@@ -101,7 +101,7 @@ def attention_by_rows(
     slots_K, shared = packing.slots_K, packing.shared
     assert slots_K is not None
     query_K = query_N if shared is None else query_N.index_select(0, shared.source_K)
-    query, key, value = (_spread(tensor, packing, slots_K) for tensor in (query_K, key_K, value_K))
+    query, key, value = (side_by_side(tensor, packing, slots_K).transpose(1, 2) for tensor in (query_K, key_K, value_K))
     window = _window(packing.max_keys, sliding_window)
     if softcap is not None or sinks is not None:
         out = _written_out(query, key, value, window, scale, softcap, sinks)
@@ -115,8 +115,7 @@ def attention_by_rows(
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
-    wanted_N = slots_K if shared is None else slots_K[shared.own_N]
-    return out.transpose(1, 2).reshape(-1, query_N.shape[1], value_K.shape[-1]).index_select(0, wanted_N)
+    return in_one_run(out.transpose(1, 2), packing, slots_K)
 
 
 def _written_out(
@@ -178,11 +177,16 @@ def _window(length: int, sliding_window: int | None) -> torch.Tensor | None:
     return (distance >= 0) & (distance < sliding_window)
 
 
-def _spread(tensor_K: torch.Tensor, packing: PackedLayout, slots_K: torch.Tensor) -> torch.Tensor:
-    """[K, heads, size] -> [sequences, heads, longest, size]."""
+def side_by_side(tensor_K: torch.Tensor, packing: PackedLayout, slots_K: torch.Tensor) -> torch.Tensor:
+    """Return [K, ...] as rows, [sequences, longest, ...], with zeros behind each."""
     slots = tensor_K.new_zeros(packing.sequences * packing.max_keys, *tensor_K.shape[1:])
-    slots = slots.index_copy(0, slots_K, tensor_K)
-    return slots.view(packing.sequences, packing.max_keys, *tensor_K.shape[1:]).transpose(1, 2)
+    return slots.index_copy(0, slots_K, tensor_K).view(packing.sequences, packing.max_keys, *tensor_K.shape[1:])
+
+
+def in_one_run(rows: torch.Tensor, packing: PackedLayout, slots_K: torch.Tensor) -> torch.Tensor:
+    """Return of rows [sequences, longest, ...] the tokens of the run [N, ...], what rows share once."""
+    wanted_N = slots_K if packing.shared is None else slots_K[packing.shared.own_N]
+    return rows.flatten(0, 1).index_select(0, wanted_N)
 
 
 AttentionInterface.register(NAME, packed_attention)

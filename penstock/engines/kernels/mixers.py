@@ -19,7 +19,7 @@ from torch import nn
 
 from penstock.engines.batches.packing import PackedLayout
 from penstock.engines.families.architecture import STATE_IN_SHARES, STATE_ON_GPU, unpackable
-from penstock.engines.kernels.attention import repeat_prefixes
+from penstock.engines.kernels.attention import in_one_run, repeat_prefixes, side_by_side
 from penstock.engines.weights.layout import blocks, family_in
 
 
@@ -61,9 +61,7 @@ class _Rows:
     def gather(self, _: nn.Module, args: tuple[Any, ...], out_SKH: torch.Tensor) -> torch.Tensor:
         """Return the tokens of the run, [1, N, H]."""
         assert self.packing is not None and self.packing.slots_K is not None
-        slots_K, shared = self.packing.slots_K, self.packing.shared
-        wanted_N = slots_K if shared is None else slots_K[shared.own_N]
-        return out_SKH.flatten(0, 1).index_select(0, wanted_N).unsqueeze(0)
+        return in_one_run(out_SKH, self.packing, self.packing.slots_K).unsqueeze(0)
 
 
 def _spread(hidden_NH: torch.Tensor, packing: PackedLayout) -> torch.Tensor:
@@ -71,6 +69,4 @@ def _spread(hidden_NH: torch.Tensor, packing: PackedLayout) -> torch.Tensor:
         raise unpackable("the model", STATE_IN_SHARES)
     if packing.slots_K is None:
         raise unpackable("the model", STATE_ON_GPU)
-    hidden_KH = repeat_prefixes(hidden_NH, packing.shared)
-    slots = hidden_KH.new_zeros(packing.sequences * packing.max_keys, hidden_KH.shape[1])
-    return slots.index_copy(0, packing.slots_K, hidden_KH).view(packing.sequences, packing.max_keys, -1)
+    return side_by_side(repeat_prefixes(hidden_NH, packing.shared), packing, packing.slots_K)

@@ -8,7 +8,7 @@ of its class. Left out: what a rank holds (penstock/engines/weights/experts.py).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
@@ -32,11 +32,7 @@ class ExpertGroups(MoE):
 def tell_deepspeed(module: nn.Module) -> None:
     """Mark a model's experts if they lie on several ranks, before DeepSpeed takes it."""
     for parameter in cut_parameters(module).values():
-        cut, marked = cut_of(parameter), _any(parameter)
+        cut, marked = cut_of(parameter), cast(Any, parameter)
         assert cut is not None
         marked.allreduce, marked.group_name = False, f"ep_size_{cut.ranks.count}"
         module.expert_groups = ExpertGroups(cut.shape[0], cut.ranks.count)
-
-
-def _any(parameter: Any) -> Any:
-    return parameter

@@ -91,13 +91,8 @@ class Shards:
 
     def differences(self) -> Differences:
         """Compare all that was looked at since the last call with its shards; every rank calls it."""
-        names = list(self._found)
-        own_P = torch.stack([self._own_sum(self._parameters[name]) for name in names])
-        all_RP = own_P.new_empty(self._ranks * len(names))
-        torch.distributed.all_gather_into_tensor(all_RP, own_P)
-        found_PR = torch.stack(list(self._found.values()))
-        self._found.clear()
-        return Differences(names, list((found_PR != all_RP.view(self._ranks, -1).t()).any(1).unbind()))
+        found, self._found = self._found, {}
+        return _unlike(found, [self._own_sum(self._parameters[name]) for name in found], self._ranks, None)
 
     def _own_sum(self, parameter: Any) -> torch.Tensor:
         size = parameter.ds_tensor.numel()
@@ -126,17 +121,22 @@ class ExpertShards:
 
     def differences(self) -> Differences:
         """Compare all that was gathered since the last call with what each rank holds; all ranks call it."""
-        names = list(self._found)
-        if not names:
+        found, self._found = self._found, {}
+        if not found:
             return Differences([], [])
-        cut = cut_of(self.parameters[names[0]])
+        cut = cut_of(self.parameters[next(iter(found))])
         assert cut is not None
-        own_P = torch.stack([word_sum(self.parameters[name].data.view(-1)) for name in names])
-        all_RP = own_P.new_empty(cut.ranks.count * len(names))
-        torch.distributed.all_gather_into_tensor(all_RP, own_P, group=cut.ranks.group)
-        found_PR = torch.stack(list(self._found.values()))
-        self._found.clear()
-        return Differences(names, list((found_PR != all_RP.view(cut.ranks.count, -1).t()).any(1).unbind()))
+        own = [word_sum(self.parameters[name].data.view(-1)) for name in found]
+        return _unlike(found, own, cut.ranks.count, cut.ranks.group)
+
+
+def _unlike(found: Mapping[str, torch.Tensor], own: Sequence[torch.Tensor], ranks: int, group: Any) -> Differences:
+    """Compare sums of what arrived, one of each rank by parameter, with what each rank has of them itself."""
+    own_P = torch.stack(list(own))
+    all_RP = own_P.new_empty(ranks * len(own))
+    torch.distributed.all_gather_into_tensor(all_RP, own_P, group=group)
+    found_PR = torch.stack(list(found.values()))
+    return Differences(list(found), list((found_PR != all_RP.view(ranks, -1).t()).any(1).unbind()))
 
 
 class GatherReshard:
