@@ -2,7 +2,8 @@
 
 With gradient checkpointing a block keeps its input alone. On a GPU that is copied to page-locked memory while the block
 computes, and comes back while the block behind it is computed again; streams of their own copy, events order them, and
-the host waits for nothing. Two inputs are on the GPU at a time instead of one for each block.
+the host waits for nothing. At most three inputs are on the GPU at a time (one used, one coming, one going) instead of
+one for each block.
 
 Left out: what a block itself keeps while it is computed again, and all outside of the blocks.
 """
