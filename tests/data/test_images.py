@@ -73,7 +73,10 @@ def test_what_is_not_shown_with_images_is_refused() -> None:
         with pytest.raises(ValueError, match="images"):
             TrainConfig.model_validate({**rows, **more})
     learns = {**rows, "model": {**rows["model"], "train_encoder": True}}
-    TrainConfig.model_validate({**learns, "rollout": {"carry": {}}})
+    TrainConfig.model_validate({**learns, "rollout": {"tail": {}}})
+    TrainConfig.model_validate({**rows, "rollout": {"carry": {}}})
+    with pytest.raises(ValueError, match="rollout.carry beside 'model.train_encoder'"):
+        TrainConfig.model_validate({**learns, "rollout": {"carry": {}}})
     adapted = {"actor": {"lora": {"rank": 4}}}
     TrainConfig.model_validate({**rows, **adapted})
     with pytest.raises(ValueError, match="actor.lora beside 'model.train_encoder'"):
