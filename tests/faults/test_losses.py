@@ -212,6 +212,7 @@ STRUCK = {
             Blow("update_actor", "4/", HOST),
         ],
         [NONE, NONE, SAVED],
+        [pytest.mark.exhaustive],  # of the others some end with their host's loss
     ),
     "while prompts wait": Struck(
         "tail",

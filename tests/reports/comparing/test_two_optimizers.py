@@ -17,7 +17,7 @@ from penstock.flows.train import train
 from tests.processes import ROOT
 from tests.training import SHORTEST
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 SMALL = (*SHORTEST, "record.experiment=optimizers")
 
