@@ -8,10 +8,14 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import psutil
+
 from penstock.base.errors import UserError
+from penstock.base.files import check_possible
+from penstock.base.nameless_files import file_system_of
 from penstock.checks.model import check_expert_parallel, check_heads, check_tensor_parallel, shape_of
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.run import Role
@@ -29,6 +33,7 @@ from penstock.engines.sizing.memory import (
     Recomputed,
     choose_recomputed,
     decide_sleep,
+    folder_bytes,
     offloaded_bytes,
     rank_memory,
     slot_bytes,
@@ -76,6 +81,7 @@ class GroupEstimate:
     slots: int = 0  # bytes of its host's memory that snapshots of a rank take
     offloaded: int = 0  # that a rank on a GPU keeps there besides
     elastic: bool = False
+    files: Mapping[str, int] = field(default_factory=dict)  # bytes that a rank keeps in files, by their folder
 
 
 def check_memory(config: TrainConfig, elsewhere: Elsewhere = NOWHERE) -> list[GroupEstimate]:
@@ -224,9 +230,45 @@ def _require_all(
     if lives_on_host(config) and (lacking := min(left.values())) < 0:
         raise NoRoom(
             f"what lives in host memory takes {-lacking / GIB:.1f} GiB more than the machine of the ranks has free",
-            f"use more machines, {section or 'actor'}.offload=optimizer where it is all, a smaller micro_batch_tokens "
-            "with offload_activations, or end what else uses the memory",
+            f"use more machines, {section or 'actor'}.offload=optimizer where it is all, "
+            f"{section or 'actor'}.offload_folder=/a/folder/on/a/local/disk where it is not given, a smaller "
+            "micro_batch_tokens with offload_activations, or end what else uses the memory",
         )
+    check_offload_folders(estimates, elsewhere)
+
+
+def check_offload_folders(estimates: Sequence[GroupEstimate], elsewhere: Elsewhere = NOWHERE) -> None:
+    """Check that files of states can be kept on this machine; ranks elsewhere see what their machine says.
+
+    Raises:
+        UserError: a folder is not there, is in memory itself or cannot be written to, or its disk has too little room.
+            Room is not asked for while other trainings have GPUs that this one waits for: it may be theirs.
+    """
+    needed = Counter[str]()
+    for estimate in estimates:
+        for device in estimate.devices:
+            needed.update(estimate.files if device.host == LOCAL else {})
+    disks: dict[int, list[str]] = {}
+    for folder in needed:
+        _check_offload_folder(Path(folder))
+        disks.setdefault(Path(folder).stat().st_dev, []).append(folder)
+    for folders in disks.values() if not elsewhere.others else ():
+        size, free = sum(needed[one] for one in folders), psutil.disk_usage(folders[0]).free
+        if size > free:
+            raise NoRoom(
+                f"offload_folder {' and '.join(folders)}: states take {size / GIB:.1f} GiB, the disk has "
+                f"{free / GIB:.1f} GiB free",
+                "make room there, name a folder on a larger disk, or use more machines",
+            )
+
+
+def _check_offload_folder(folder: Path) -> None:
+    remedy = "name a folder on a local disk that can be written to, on each machine that trains"
+    if not folder.is_dir():
+        raise UserError(f"offload_folder {folder} is no folder here", remedy)
+    if (system := file_system_of(folder.resolve())) in ("tmpfs", "ramfs"):
+        raise UserError(f"offload_folder {folder} is in memory itself ({system}), so nothing would be saved", remedy)
+    check_possible(folder, f"files in offload_folder {folder}", remedy)
 
 
 def lives_on_host(config: TrainConfig) -> bool:
@@ -240,10 +282,14 @@ def describe_offload(config: TrainConfig, estimates: Sequence[GroupEstimate]) ->
     if not lives_on_host(config):
         return []
     on_gpus = [item for item in estimates if item.devices[0].gpu is not None]
+    filed = Counter[str]()
+    for item in estimates:
+        filed.update({folder: len(item.devices) * size for folder, size in item.files.items()})
+    files = [f"offload: {size / GIB:.1f} GiB of files in {folder} of all machines" for folder, size in filed.items()]
     if not on_gpus:
-        return ["offload: no effect on CPU ranks, whose memory is the host's"]
+        return files or ["offload: no effect on CPU ranks, whose memory is the host's"]
     needed = sum(len(item.devices) * item.offloaded for item in on_gpus) / GIB
-    return [f"offload: {needed:.1f} GiB of the hosts' memory, beside snapshots"]
+    return [f"offload: {needed:.1f} GiB of the hosts' memory, beside snapshots", *files]
 
 
 def _machine(host: str, elsewhere: Elsewhere) -> str:
@@ -293,7 +339,8 @@ def estimate_groups(
         slots = slot_bytes(config, rank, on_host)
         offloaded = 0 if on == "cpu" else offloaded_bytes(config, rank)
         placed = (spec.name, spec.roles, spec.devices)
-        estimates.append(GroupEstimate(*placed, memory, recomputed, sleep, each, slots, offloaded, spec.elastic))
+        one = GroupEstimate(*placed, memory, recomputed, sleep, each, slots, offloaded, spec.elastic)
+        estimates.append(replace(one, files=folder_bytes(config, rank)))
     return estimates
 
 

@@ -29,6 +29,7 @@ from packaging.requirements import Requirement
 
 from penstock.base.errors import UserError
 from penstock.base.files import check_possible, nearest_existing
+from penstock.base.nameless_files import file_system_of
 from penstock.doctor.environment import OPTIONAL
 from penstock.engines.groups.machine import HOPPER, visible_gpus
 from penstock.session.machines.claims import holders
@@ -383,12 +384,10 @@ def _storage(purpose: str, folder: Path) -> Storage:
         check_possible(folder, f"the folder {folder}", "")
     except UserError as error:
         obstacle = error.problem
-    mounts = [mount for mount in psutil.disk_partitions(all=True) if there.is_relative_to(mount.mountpoint)]
-    nearest = max(reversed(mounts), key=lambda mount: len(mount.mountpoint), default=None)
     return Storage(
         purpose=purpose,
         folder=str(folder),
-        file_system=nearest.fstype if nearest else "",
+        file_system=file_system_of(there),
         free=psutil.disk_usage(str(there)).free,
         obstacle=obstacle,
     )

@@ -207,12 +207,14 @@ def test_a_rank_counts_as_lost_after_15_s_of_silence() -> None:
         ({"offload": "optimizer"}, "'offload' optimizer needs 'zero_stage' 3, not 1"),
         ({"offload": "all", "zero_stage": 3, "hpz": True}, "'hpz' does not go with 'offload'"),
         ({"offload": "nvme", "zero_stage": 3}, "'nothing', 'optimizer' or 'all'"),
+        ({"offload_folder": "/disk", "zero_stage": 3}, "'offload_folder' has no effect without 'offload'"),
+        ({"offload": "all", "zero_stage": 3, "offload_folder": "disk"}, "'offload_folder' disk must begin with /"),
         ({"offload_activations": True}, "'offload_activations' needs 'gradient_checkpointing' true"),
         ({"offload_optimizer": True, "zero_stage": 3}, "with 'offload' the state is in host memory for good"),
     ],
 )
 def test_what_lives_in_host_memory_is_for_zero_3(actor: dict[str, Any], message: str) -> None:
     """Each refusal says what to change. Control: what is left is valid."""
-    TrainConfig.model_validate({"actor": {"offload": "all", "zero_stage": 3}})
+    TrainConfig.model_validate({"actor": {"offload": "all", "zero_stage": 3, "offload_folder": "/disk"}})
     with pytest.raises(ValidationError, match=re.escape(message)):
         TrainConfig.model_validate({"actor": actor})

@@ -51,6 +51,7 @@ from penstock.engines.weights.gather import Shards
 from penstock.engines.weights.layout import fused_view
 from penstock.engines.weights.local import LocalReshard
 from penstock.engines.weights.lora import adapted_layers
+from tests.base.mapped_files import drive_out, mapped_files
 from tests.engines import between_steps, scheduling
 from tests.engines.families import renamed
 from tests.engines.plain_commands import INSIDE, command_of, numbered
@@ -111,6 +112,8 @@ class InspectedWorker(Worker):
         "offloaded",
         "spoil_offloaded",
         "living_on_host",
+        "living_in_files",
+        "driven_out",
         "spoil_masters",
         "kept_on_host",
         "wrapped_collectives",
@@ -251,6 +254,22 @@ class InspectedWorker(Worker):
         """What DeepSpeed keeps in host memory for good (ZeRO-Offload)."""
         optimizer: Any = self.models.trainers[role]._optimizer
         return {"optimizer": optimizer.offload_optimizer, "weights": optimizer.offload_param}
+
+    def living_in_files(self, role: str, folder: str) -> dict[str, Any]:
+        """Numbers of masters, states and shards of weights, and of those in memory that maps a file of a folder."""
+        optimizer, files = self.models.trainers[role]._optimizer, mapped_files(folder)
+        masters = optimizer.fp32_partitioned_groups_flat
+        held = {
+            "masters": masters,
+            "states": [value for master in masters for value in optimizer.state[master].values() if value.ndim],
+            "weights": optimizer.fp16_partitioned_groups_flat,
+        }
+        found = {name: [one for one in tensors if _within(one, files)] for name, tensors in held.items()}
+        return {name: [sum(one.numel() for one in some[name]) for some in (held, found)] for name in held}
+
+    def driven_out(self, folder: str) -> dict[str, Any]:
+        """Write the files of a folder to the disk and drop them from memory; return the pages that stay there."""
+        return {"pages": sum(drive_out(*place) for place in mapped_files(folder))}
 
     @torch.no_grad()
     def spoil_masters(self, role: str) -> dict[str, Any]:
@@ -621,3 +640,8 @@ def _unheard(_: dict[str, Any]) -> None:
 
 def _names(kind: type) -> list[str]:
     return [kind.__name__, kind.__bases__[0].__name__]
+
+
+def _within(tensor: torch.Tensor, places: list[tuple[int, int]]) -> bool:
+    begin = tensor.data_ptr()
+    return any(first <= begin and begin + tensor.nbytes <= last for first, last in places)

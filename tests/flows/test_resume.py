@@ -7,6 +7,7 @@ remembers of its prompts), GRPO for the usual case, with a reference that was re
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -290,6 +291,38 @@ def test_a_killed_training_ends_as_one_left_alone(
     every["warm_up/loss"] = list(range(1, 11))
     for metric, steps in every.items():
         assert [entry.step for entry in client.get_metric_history(run_id, metric)] == steps
+
+
+@pytest.mark.exhaustive
+def test_a_killed_training_whose_states_live_in_files_ends_as_one_whose_states_live_in_memory(
+    trainings: Trainings, tmp_path: Path
+) -> None:
+    """Weights and figures to the last bit, warm-up included, and nothing is left in the folder when it is killed.
+
+    Controls: its ranks did map files there; with another seed the weights are others.
+    """
+    places = [f"{section}.{key}" for section in ("actor", "sft") for key in ("zero_stage=3", "offload=all")]
+    folders = [f"{section}.offload_folder={tmp_path}" for section in ("actor", "sft")]
+    alone = trainings.alone({"in-memory": (*GRPO, *places), "another-in-memory": (*GRPO, *places, "seed=1")})
+    run, mapped = RunFolder(trainings.folder / "in-files"), []
+
+    def saved(run: RunFolder) -> bool:
+        mapped.extend(maps for maps in Path("/proc").glob("[0-9]*/maps") if not mapped and maps_files(maps, tmp_path))
+        return iteration_of(run) == 2
+
+    trainings.killed(run, *trainings.new(run.name, *GRPO, *places, *folders), when=saved)
+    assert mapped and list(tmp_path.iterdir()) == []
+    trainings.resume(run)
+    assert numbers(run) == numbers(alone["in-memory"])
+    assert weights(run) == weights(alone["in-memory"]) != weights(alone["another-in-memory"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def maps_files(maps: Path, folder: Path) -> bool:
+    """Whether a process, of which this is the table of mappings, maps a file that a folder has had."""
+    with contextlib.suppress(OSError):  # it has ended
+        return f"{folder}/" in maps.read_text(encoding="utf-8")
+    return False
 
 
 def test_a_training_that_is_kept_alive_goes_on_by_itself(

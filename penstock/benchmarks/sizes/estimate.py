@@ -19,6 +19,7 @@ from penstock.engines.sizing.memory import (
     Rank,
     choose_recomputed,
     decide_sleep,
+    folder_bytes,
     offloaded_bytes,
     rank_phases,
     slot_bytes,
@@ -47,6 +48,7 @@ def measure(config: TrainConfig, shape: ModelShape, gpus: int, command: str) -> 
     figures = {
         "parameters": float(shape.parameters),
         "host_gib": round(host, 1),
+        "files_gib": round(gpus * sum(folder_bytes(config, rank).values()) / GIB, 1),
         "host_load_gib": round(gpus * BFLOAT16 * shape.parameters / GIB, 1),
         "snapshots_gib": round(gpus * slot_bytes(config, rank, gpus) / GIB, 1),
         **{f"needs_gib_of_{card.split()[0]}": max(row["GiB"] for row in rows if row["card"] == card) for card in CARDS},

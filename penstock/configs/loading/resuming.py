@@ -35,7 +35,7 @@ WHERE_AND_DEADLINES = (
 )
 OF_STEPS = (
     *("steps", "checkpoint_every", "micro_batch_tokens", "gradient_checkpointing", "zero_stage"),
-    *("offload", "offload_activations"),
+    *("offload", "offload_folder", "offload_activations"),
 )
 
 
@@ -81,6 +81,7 @@ OF_TRAIN = Resumable(
         "rollout.tensor_parallel",
         *("actor.zero_stage", "actor.offload_optimizer", "critic.zero_stage", "critic.offload_optimizer"),
         *("actor.offload", "actor.offload_activations", "critic.offload", "critic.offload_activations"),
+        *("actor.offload_folder", "critic.offload_folder", "sft.offload_folder"),
         *("actor.sequence_parallel", "critic.sequence_parallel", "actor.expert_parallel"),
         *("sft.zero_stage", "sft.offload", "sft.offload_activations"),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -73,6 +74,11 @@ class TrainerConfig(Section):
         "masters, the optimizer's state and the sums of gradients, and steps are taken by the host's cores; all: the "
         "shards of the weights, too; saves nothing on CPU",
     )
+    offload_folder: str | None = Field(
+        None,
+        description="folder on a fast local disk of each machine, e.g. /local/nvme: what 'offload' names lives in "
+        "files there instead of in host memory, but for the sums of gradients; null: in memory",
+    )
     offload_activations: bool = Field(
         False,
         description="where activations are recomputed, keep what each block begins with in host memory until the "
@@ -132,6 +138,18 @@ class TrainerConfig(Section):
             )
         if self.hpz:
             raise ValueError("'hpz' does not go with 'offload': it spends the device's memory that the other saves")
+        return self
+
+    @model_validator(mode="after")
+    def _offload_folder(self) -> Self:
+        if self.offload_folder is None:
+            return self
+        if self.offload == "nothing":
+            raise ValueError("'offload_folder' has no effect without 'offload': set 'offload' optimizer or all")
+        if not PurePath(self.offload_folder).is_absolute():
+            raise ValueError(
+                f"'offload_folder' {self.offload_folder} must begin with /: each machine has its ranks' files there"
+            )
         return self
 
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ are what is to be measured anew when kernels or libraries change. Left out: othe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -152,17 +153,35 @@ def offloaded_bytes(config: TrainConfig, rank: Rank) -> int:
 def _living_on_host(name: str, trainer: TrainerConfig, rank: Rank, models: int) -> int:
     """Return what ZeRO-Offload keeps: masters and states, sums of gradients twice, and shards of weights.
 
-    DeepSpeed sums gradients in one tensor and steps on copies of groups of it.
+    DeepSpeed sums gradients in one tensor and steps on copies of groups of it. Of what lives in files the masters are
+    in memory on their way there, before there is a gradient, and no page is locked.
     """
     if trainer.offload == "nothing":
         return 0
     shape = _shape(name, rank)
     part = shape.trained_parameters(trainer.lora) // rank.ranks
+    if trainer.offload_folder is not None:
+        return models * max(master_bytes(trainer, shape) // rank.ranks, GRADIENT * part)
     states = (state_bytes(trainer, shape) + master_bytes(trainer, shape)) // rank.ranks
     groups, left = divmod(part, SUB_GROUP)
     copies = groups * locked(GRADIENT * SUB_GROUP) + locked(GRADIENT * left)
     weights = locked(rank.width * part) if trainer.offload == "all" else 0
     return models * (states + locked(GRADIENT * part) + copies + weights)
+
+
+def folder_bytes(config: TrainConfig, rank: Rank) -> dict[str, int]:
+    """Return what a rank keeps in files, by their folder: the warm-up's, or what follows it."""
+    warm_up, rest = Counter[str](), Counter[str]()
+    for name, trainer in _trained(config, rank).items():
+        if trainer.offload_folder is not None:
+            size = _models(name, config) * _in_files(trainer, rank, _shape(name, rank))
+            (warm_up if name == "sft" else rest)[trainer.offload_folder] += size
+    return dict(warm_up | rest)  # the larger of both
+
+
+def _in_files(trainer: TrainerConfig, rank: Rank, shape: ModelShape) -> int:
+    weights = rank.width * shape.trained_parameters(trainer.lora) if trainer.offload == "all" else 0
+    return (state_bytes(trainer, shape) + master_bytes(trainer, shape) + weights) // rank.ranks
 
 
 def locked(size: int) -> int:
@@ -291,9 +310,10 @@ def _states(name: str, trainer: TrainerConfig, rank: Rank, models: int = 1) -> P
         f"{name} weights": rank.width * weights // (rank.ranks if stage >= 3 else 1),
         f"{name} masters and moments": masters // (rank.ranks if stage >= 1 else 1),
     }
-    if rank.device == "cuda" and trainer.offload != "nothing":
+    elsewhere = rank.device == "cuda" or trainer.offload_folder is not None
+    if elsewhere and trainer.offload != "nothing":
         del states[f"{name} masters and moments"]
-    if rank.device == "cuda" and trainer.offload == "all":
+    if elsewhere and trainer.offload == "all":
         del states[f"{name} weights"]
     if trainer.hpz:
         states[f"{name} weights of the host"] = rank.width * weights // rank.ranks_on_host
@@ -339,8 +359,9 @@ def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, 
     computation = _computation(trainer, rank, shape, recomputed)
     trained = shape.trained_parameters(trainer.lora)
     gradients = GRADIENT * (trained // rank.ranks if stage >= 2 else trained - experts_elsewhere(trainer, shape))
-    if trainer.offload != "nothing":  # summed in host memory, and copied there for the step
-        gradients = 0 if rank.device == "cuda" else 2 * gradients
+    if trainer.offload != "nothing":  # summed in host memory, and copied there for the step unless the rest is in files
+        copies = 1 if trainer.offload_folder is None else 0
+        gradients = 0 if rank.device == "cuda" else (1 + copies) * gradients
     waiting = kept_bytes(shape, computation, micro_batch)
     if not recomputed.activations:
         waiting += _kept_by_adapters(trainer, rank, shape, micro_batch)
@@ -463,8 +484,11 @@ def _start(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig]
     moved = rank.width * (shape.trained_parameters(trainer.lora) - experts_elsewhere(trainer, shape))
     if trainer.offload != "nothing":  # sharded parameter by parameter on the way from host memory
         moved = rank.width * shape.vocabulary * shape.hidden_size
-    states = _states(last, trainer, rank, models)
-    return rest | {weights: states.get(weights, 0), "flattening": moved}
+    in_memory = trainer.model_copy(update={"offload_folder": None})  # as all is that goes to files
+    parts = {weights: _states(last, in_memory, rank, models).get(weights, 0), "flattening": moved}
+    if rank.device == "cpu" and trainer.offload_folder is not None:
+        parts[f"{last} masters"] = master_bytes(trainer, shape) // rank.ranks
+    return rest | parts
 
 
 def _forward(config: TrainConfig, rank: Rank) -> int:

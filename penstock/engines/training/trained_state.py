@@ -21,12 +21,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.engines.training.optimizers import STATES, first_state
+from penstock.base.nameless_files import map_nameless
+from penstock.engines.training.optimizers import STATES, STEP, first_state
 from penstock.engines.weights.experts import cut_of, whole_shape
 
 MASTER = "master"
@@ -136,6 +138,40 @@ def has_optimizer_state(optimizer: Any, shares: list[Share]) -> bool:
     """Whether the states of all shares are there."""
     held = ((optimizer.state.get(share.master, {}), share.group[STATES]) for share in shares)
     return all(state.get(name) is not None for state, names in held for name in names)
+
+
+@torch.no_grad()
+def live_in_files(module: nn.Module, optimizer: Any, folder: Path) -> None:
+    """Move what ZeRO 3 keeps in host memory to files in a folder: masters, states and, if they are there, weights.
+
+    All of them stay tensors, so that whoever steps, saves or restores them needs to know nothing of it; which pages are
+    in memory the kernel decides (penstock/base/nameless_files.py). Sums of gradients stay, since every micro-batch adds
+    to them, and are stepped on where they are, instead of a copy.
+
+    Raises:
+        UserError: the folder does not take them.
+    """
+    begin, sums, weights = 0, optimizer.grad_partitions_flat_buffer, optimizer.fp16_partitioned_groups_flat
+    for number, share in enumerate(shares_of(module, optimizer)):
+        master, state = share.master, optimizer.state[share.master]
+        master.data = _in_file(master.data, folder)
+        state |= {name: _zeros_in_file(master, folder) for name in share.group[STATES] if name != STEP}
+        optimizer_state(optimizer, share)
+        master.grad = sums.narrow(0, begin, master.numel())
+        begin += master.numel()
+        if optimizer.offload_param:
+            weights[number] = _in_file(weights[number], folder)
+            optimizer._unflatten_partitioned_parameters(number)
+    optimizer.param_groups_fp16_flat_cpu_memory = []
+
+
+def _in_file(tensor: torch.Tensor, folder: Path) -> torch.Tensor:
+    return _zeros_in_file(tensor, folder).copy_(tensor)
+
+
+def _zeros_in_file(like: torch.Tensor, folder: Path) -> torch.Tensor:
+    """Return zeros in a file, of the flat shape and the dtype of another tensor."""
+    return torch.frombuffer(map_nameless(folder, like.nbytes), dtype=like.dtype)
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import deepspeed
@@ -45,6 +46,7 @@ from penstock.engines.training.trained_state import (
     TrainedState,
     before_restore,
     has_optimizer_state,
+    live_in_files,
     optimizer_state,
     rebuild_weights,
     shares_of,
@@ -136,6 +138,8 @@ class Trainer:
             gate_in_products(module)
         if config.offload_optimizer:
             self._offload_states()
+        if config.offload_folder is not None:
+            live_in_files(module, self._optimizer, Path(config.offload_folder))
         reduce_sums({"ready": torch.ones(())}, self.device)  # NCCL's own memory, taken while the card has some left
 
     @property
@@ -350,9 +354,13 @@ def deepspeed_config(config: TrainerConfig, dtype: torch.dtype) -> dict[str, Any
 
 
 def offloaded(config: TrainerConfig) -> dict[str, Any]:
-    """Return what DeepSpeed is told of what lives in host memory (ZeRO-Offload, arXiv 2101.06840)."""
+    """Return what DeepSpeed is told of what lives in host memory (ZeRO-Offload, arXiv 2101.06840).
+
+    What is to live in files is made in memory that is not locked: torch would keep locked pages for the next time.
+    """
     sections = {"nothing": (), "optimizer": ("offload_optimizer",), "all": ("offload_optimizer", "offload_param")}
-    return {section: {"device": "cpu", "pin_memory": True} for section in sections[config.offload]}
+    place = {"device": "cpu", "pin_memory": config.offload_folder is None}
+    return dict.fromkeys(sections[config.offload], place)
 
 
 def shard_on_the_way(module: nn.Module, settings: dict[str, Any], dtype: torch.dtype) -> torch.device:
@@ -360,8 +368,7 @@ def shard_on_the_way(module: nn.Module, settings: dict[str, Any], dtype: torch.d
 
     DeepSpeed would move the whole model there first. Every rank calls it; rank 0's weights are everyone's.
     """
-    remote = "cpu" if "offload_param" in settings["zero_optimization"] else None
-    init = deepspeed.zero.Init(module, config_dict_or_path=settings, dtype=dtype, remote_device=remote, pin_memory=True)
+    init = deepspeed.zero.Init(module, config_dict_or_path=settings, dtype=dtype)
     device: torch.device = init.local_device
     for buffer in module.buffers():
         buffer.data = buffer.data.to(device)

@@ -15,17 +15,36 @@ from penstock.benchmarks.sizes.shapes import KNOWN, shape_named
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.run import Role
 from penstock.engines.families.shape import ModelShape
-from penstock.engines.sizing.memory import SUB_GROUP, Rank, Recomputed, locked, offloaded_bytes, rank_phases
+from penstock.engines.sizing.memory import (
+    SUB_GROUP,
+    Rank,
+    Recomputed,
+    folder_bytes,
+    locked,
+    offloaded_bytes,
+    rank_phases,
+)
 
 # Two million parameters whose halves are no powers of two.
 SMALL = replace(shape_named("llama-3.1-70b"), parameters=2_000_000, layers=4, hidden_size=128)
 ACTOR: tuple[Role, ...] = ("actor",)
 
 
-def _parts(offload: str, device: str = "cuda", **more: Any) -> tuple[dict[str, int], int]:
+def _config(offload: str, **more: Any) -> TrainConfig:
     actor = {"zero_stage": 3, "offload": offload, "gradient_checkpointing": True, "micro_batch_tokens": 1000, **more}
-    config = TrainConfig.model_validate({"actor": actor, "data": {"max_prompt_tokens": 10}})
-    rank = Rank(dict.fromkeys(ACTOR, SMALL), 2, device, 2)
+    return TrainConfig.model_validate({"actor": actor, "data": {"max_prompt_tokens": 10}})
+
+
+def _rank(device: str) -> Rank:
+    return Rank(dict.fromkeys(ACTOR, SMALL), 2, device, 2)
+
+
+def _files(offload: str, **more: Any) -> dict[str, int]:
+    return folder_bytes(_config(offload, **more), _rank("cuda"))
+
+
+def _parts(offload: str, device: str = "cuda", **more: Any) -> tuple[dict[str, int], int]:
+    config, rank = _config(offload, **more), _rank(device)
     recomputed = {"actor": Recomputed(activations=True, logits=True)}
     return rank_phases(config, rank, recomputed)["update of the actor"], offloaded_bytes(config, rank)
 
@@ -48,6 +67,24 @@ def test_what_lives_in_host_memory_is_no_longer_on_the_gpu() -> None:
     assert more - host == 2_097_152
     parts, _ = _parts("all", "cpu")
     assert parts["actor gradients"] == 8_000_000 and parts["actor masters and moments"] == 12_000_000
+
+
+def test_what_lives_in_files_is_no_longer_in_host_memory() -> None:
+    """Of each rank's million parameters the sums of gradients alone, of no rounded size. A CPU's update has less, too,
+    but its start the masters. Control: without a folder there are no files, and more memory is needed.
+    """
+    for offload, files in (("optimizer", 12_000_000), ("all", 14_000_000)):
+        parts, host = _parts(offload, offload_folder="/disk")
+        assert host == 4_000_000 < _parts(offload)[1]
+        assert parts == _parts(offload)[0]
+        assert _files(offload, offload_folder="/disk") == {"/disk": files}
+        assert _files(offload) == {}
+        parts, without = (_parts(offload, "cpu", offload_folder=folder)[0] for folder in ("/disk", None))
+        gone = {name: size for name, size in without.items() if parts.get(name) != size}
+        assert parts["actor gradients"] == 4_000_000 and gone.pop("actor gradients") == 8_000_000
+        assert gone == {"actor masters and moments": 12_000_000} | (
+            {"actor weights": 2_000_000} if files > 12e6 else {}
+        )
 
 
 def test_large_parts_are_stepped_on_in_groups() -> None:

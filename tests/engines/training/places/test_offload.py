@@ -87,6 +87,66 @@ def test_updates_are_the_same_wherever_states_live(
     assert _apart(ranks.parameters(), trained) > 1e-4
 
 
+@pytest.mark.parametrize(
+    ("count", "offload", "clip"),
+    [
+        (1, "all", CLIP),
+        pytest.param(2, "all", UNCLIPPED, marks=BOTH),
+        pytest.param(2, "all", CLIP, marks=BOTH),
+        pytest.param(2, "optimizer", CLIP, marks=BOTH),
+    ],
+)
+def test_states_in_files_train_and_are_saved_as_those_in_memory(
+    count: int, offload: str, clip: float, ranks_of: Callable[[int], Ranks], folder_of: FolderOf, tmp_path: Path
+) -> None:
+    """To the last bit, with every page driven out to the disk between updates and before a checkpoint, which either way
+    of keeping them goes on from. Files have no name, and are gone with their trainer.
+
+    Controls: with states in memory there are none; after an update more a load is what brings the weights back; changed
+    masters end elsewhere.
+    """
+    ranks, path = ranks_of(count), write_rows(tmp_path / "rows.parquet", random_rows(8))
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    in_memory, in_files = _actor(offload, clip), _actor(offload, clip, offload_folder=str(folder))
+    ends = []
+    for actor in (in_memory, in_files):
+        saved = tmp_path / f"saved {len(ends)}"
+        saved.mkdir()
+        ranks.build(folder_of(SHAPE), actor=actor)
+        figures = []
+        for _ in range(2):
+            figures.append(_update(ranks, path))
+            ranks.ask("driven_out", folder=str(folder))
+        for held in ranks.ask("living_in_files", role="actor", folder=str(folder)):
+            assert held["states"][0] == 2 * held["masters"][0] > 0
+            for name, (numbers, filed) in held.items():
+                assert filed == (numbers if actor is in_files and (name != "weights" or offload == "all") else 0)
+        ranks.ask("save", folder=str(saved))
+        ends.append((ranks.parameters(), [(one["loss"], one["grad_norm"]) for one in figures]))
+        assert list(folder.iterdir()) == []
+    (plain, told), (found, said) = ends
+    assert _same(plain, found) and told == said and told[0][1] > CLIP
+
+    _update(ranks, path)
+    further = ranks.parameters()
+    assert not _same(further, found)
+    ranks.ask("load", folder=str(tmp_path / "saved 0"), version=1)
+    assert _same(ranks.parameters(), found)
+    _update(ranks, path)
+    assert _same(ranks.parameters(), further)
+    ranks.build(folder_of(SHAPE), actor=in_memory)
+    assert ranks.ask("driven_out", folder=str(folder)) == [{"pages": 0}] * count  # no file is mapped any more
+    ranks.ask("load", folder=str(tmp_path / "saved 1"), version=1)
+    assert _same(ranks.parameters(), found)
+    _update(ranks, path)
+    assert _same(ranks.parameters(), further)
+    ranks.ask("load", folder=str(tmp_path / "saved 1"), version=1)
+    ranks.ask("spoil_masters", role="actor")
+    _update(ranks, path)
+    assert not _same(ranks.parameters(), further)
+
+
 @pytest.mark.slow
 def test_with_all_in_host_memory_a_run_is_saved_resumed_and_resharded(
     two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path
