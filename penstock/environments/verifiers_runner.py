@@ -14,7 +14,8 @@ standard input ends, so do all episodes and this process.
 
 An agent whose harness the user leaves open is played by `Chat`, verifiers' loop `null` without a process and an
 installation for each turn. One whose runtime is left open is on this machine: verifiers' own default is a paid service.
-Left out: retries, since a repeated request would be another sample of the policy; what samples (the policy's endpoint).
+Left out: retries, which are refused, since a repeated request is another sample of the policy; what samples (the
+policy's endpoint).
 """
 
 from __future__ import annotations
@@ -133,9 +134,14 @@ def _env_config(taskset: dict[str, Any], env: dict[str, Any]) -> Any:
     """Return verifiers' configuration of an environment.
 
     Raises:
-        ValueError: what an agent does with code that the policy writes would run unconfined.
+        ValueError: what an agent does with code that the policy writes would run unconfined, or what the policy said in
+            an attempt that verifiers has given up would be learnt from.
     """
     config = resolve_env_config({**env, "taskset": taskset})
+    _refuse_retries("env", config.retries)
+    for name, agent in agent_config_fields(config).items():
+        if agent.client is None:
+            _refuse_retries(f"env.{name}", agent.retries)
     has_own_harness = default_harness_id(config.taskset.id) == config.taskset.id
     for name, agent in agent_config_fields(config).items():
         left_open: dict[str, Any] = {}
@@ -152,6 +158,13 @@ def _env_config(taskset: dict[str, Any], env: dict[str, Any]) -> Any:
                 f"name a container in env.{name}.runtime"
             )
     return config
+
+
+def _refuse_retries(name: str, retries: Any) -> None:
+    if retries.max_retries or any(rule.max_retries for rule in retries.rules):
+        raise ValueError(
+            f"{name}.retries plays again what failed, and the policy would learn from what it said before: remove it"
+        )
 
 
 @dataclass

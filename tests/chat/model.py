@@ -43,7 +43,7 @@ You have tools:
 """
 
 
-def make_chat_tokenizer(folder: Path, texts: Iterable[str]) -> int:
+def make_chat_tokenizer(folder: Path, texts: Iterable[str], words: int = 448) -> int:
     """Write a tokenizer into `folder` whose merges come from `texts`; return its vocabulary size."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -55,7 +55,7 @@ def make_chat_tokenizer(folder: Path, texts: Iterable[str]) -> int:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([by_word, to_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=448, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=words, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in CONTROL])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in WRAPPING])
@@ -69,11 +69,11 @@ def make_chat_tokenizer(folder: Path, texts: Iterable[str]) -> int:
     return len(fast)
 
 
-def make_chat_model(folder: Path, texts: Iterable[str], tiny: TinyModel) -> None:
+def make_chat_model(folder: Path, texts: Iterable[str], tiny: TinyModel, words: int = 448) -> None:
     """Write model and tokenizer into `folder`."""
     from penstock.data.tokenizer import load_tokenizer
     from penstock.engines.models.tiny import make_tiny_model
 
-    count = make_chat_tokenizer(folder, texts)
+    count = make_chat_tokenizer(folder, texts, words)
     tokenizer = load_tokenizer(str(folder))
     make_tiny_model(folder, tiny, count, tokenizer.eos_token_id, tokenizer.pad_token_id, seed=0)

@@ -413,4 +413,8 @@ def test_mistakes_are_the_users_to_correct(verifiers_python: str, loop: asyncio.
         first(taskset={**SUMS, "smallest": 1})
     with pytest.raises(UserError, match="harness 'bash' of 'agent' runs what the policy writes"):
         first(env={"agent": {"harness": {"id": "bash"}}})
+    again = {"max_retries": 1}
+    for name, env in (("env", {"retries": again}), ("env.agent", {"agent": {"retries": {"rules": [again]}}})):
+        with pytest.raises(UserError, match=rf"{name}.retries plays again what failed"):
+            first(env=env)
     assert endpoint.seen == []

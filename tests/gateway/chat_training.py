@@ -39,8 +39,13 @@ name: sums
 iterations: {iterations}
 model: {{path: model}}
 data:
-  {{train: train.jsonl, heldout: heldout.jsonl, sft: sft.jsonl, max_prompt_tokens: 40, response: response, chat: true}}
-sft: {{steps: 250, batch: 64, optimizer: {{learning_rate: 3e-3, warmup_steps: 20, decay: cosine}}}}
+  train: train.jsonl
+  heldout: heldout.jsonl
+  sft: sft.jsonl
+  max_prompt_tokens: {longest}
+  response: response
+  chat: true
+sft: {{steps: {steps}, batch: 64, optimizer: {{learning_rate: 3e-3, warmup_steps: 20, decay: cosine}}}}
 environment: {environment}
 rollout: {{prompts: 16, samples: 8, max_response_tokens: {tokens}, max_sequences: 128}}
 algorithm: {{name: grpo, mini_batches: 2}}
@@ -58,19 +63,25 @@ def problem(generator: np.random.Generator) -> dict[str, Any]:
 def trained(
     folder: Path,
     environment: dict[str, Any],
-    says: Callable[[dict[str, Any], bool, np.random.Generator], str],
+    says: Callable[[dict[str, Any], bool, np.random.Generator], list[dict[str, Any]]],
     tokens: int = 12,
+    longest: int = 40,
+    steps: int = 250,
+    words: int = 448,
 ) -> RunFolder:
     """Train in a folder that has all that the environment needs.
 
     Args:
         environment: that section of the recipe.
-        says: what the teacher says to a problem, rightly or not.
+        says: what the teacher says to a problem, rightly or not, as rows for the warm-up.
         tokens: of an episode, behind its prompt.
+        longest: of a prompt, in tokens.
+        steps: of the warm-up.
+        words: of the tokenizer, without control tokens.
     """
     generator = np.random.default_rng(0)
     problems = [problem(generator) for _ in range(2000)]
-    pairs = [{**row, "response": says(row, generator.random() < RIGHT, generator)} for row in problems]
+    pairs = [pair for row in problems for pair in says(row, generator.random() < RIGHT, generator)]
     for name, rows in (
         ("train", [problem(generator) for _ in range(200)]),
         ("heldout", [problem(generator) for _ in range(HELDOUT)]),
@@ -78,18 +89,21 @@ def trained(
     ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     of_play = json.dumps({**environment, "workers": 1})
-    recipe = RECIPE.format(iterations=ITERATIONS, environment=of_play, tokens=tokens)
+    recipe = RECIPE.format(iterations=ITERATIONS, environment=of_play, tokens=tokens, longest=longest, steps=steps)
     (folder / "recipe.yaml").write_text(recipe)
-    tiny = TinyModel(
-        hidden_size=96, layers=2, heads=3, kv_heads=3, intermediate_size=256, max_positions=40 + max(tokens, 24)
-    )
+    room = longest + max(tokens, 24)
+    tiny = TinyModel(hidden_size=96, layers=2, heads=3, kv_heads=3, intermediate_size=256, max_positions=room)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("PYTHONPATH", str(folder))
-        texts = [TEMPLATE, *(text for row in pairs for text in (row["prompt"], row["response"]))]
-        make_chat_model(folder / "model", texts, tiny)
+        texts = [TEMPLATE, *(text for row in pairs for text in (row["prompt"], *_turns(row["response"])))]
+        make_chat_model(folder / "model", texts, tiny, words)
         train(load_config(folder / "recipe.yaml", []), run_folder="run")
     return RunFolder(folder / "run")
+
+
+def _turns(response: str | list[str]) -> list[str]:
+    return [response] if isinstance(response, str) else response
 
 
 def check_that_it_learnt(run: RunFolder) -> None:

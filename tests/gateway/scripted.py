@@ -84,6 +84,13 @@ class Scripted:
             text += chunk.choices[0].delta.content or ""
         self.messages.append({"role": "assistant", "content": text})
 
+    async def stream_helper(self) -> dict[str, float]:
+        options = {"include_usage": True}
+        create: Any = self.client.chat.completions.stream
+        async with create(model="policy", messages=[QUESTION], stream_options=options) as stream:
+            usage = (await stream.get_final_completion()).usage
+        return {"reward": 1.0, "prompt": float(usage.prompt_tokens), "drawn": float(usage.completion_tokens)}
+
     async def text(self) -> None:
         said = await self.client.completions.create(model="policy", prompt=self.text_so_far)
         self.text_so_far += said.choices[0].text + ";"

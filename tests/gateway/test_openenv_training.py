@@ -32,9 +32,11 @@ pytestmark = [
 SERVERS = Path(__file__).resolve().parents[1] / "environments"
 
 
-def says(row: dict[str, Any], right: bool, generator: np.random.Generator) -> str:
+def says(row: dict[str, Any], right: bool, generator: np.random.Generator) -> list[dict[str, Any]]:
     a, b = row["prompt"].removeprefix("What is ").rstrip("?").split("+")
-    return f"print({a}+{b})" if right else f"print({generator.integers(0, DIGITS)}+{generator.integers(0, DIGITS)})"
+    if not right:
+        a, b = generator.integers(0, DIGITS), generator.integers(0, DIGITS)
+    return [{**row, "response": f"print({a}+{b})"}]
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ pytestmark = [
 SAMPLES = 8
 
 
-def says(row: dict[str, Any], right: bool, generator: np.random.Generator) -> str:
-    return f"It is {row['wanted'] if right else generator.integers(0, 2 * DIGITS - 1)}."
+def says(row: dict[str, Any], right: bool, generator: np.random.Generator) -> list[dict[str, Any]]:
+    return [{**row, "response": f"It is {row['wanted'] if right else generator.integers(0, 2 * DIGITS - 1)}."}]
 
 
 @pytest.fixture(scope="module")

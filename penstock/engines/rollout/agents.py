@@ -263,7 +263,7 @@ class Agents:
         Args:
             text: of its tokens, special tokens left out.
         """
-        if ask.tools is None or self.chat is None:
+        if ask.tools is None or self.chat is None or not ask.calls:
             return Turn(text, prompt=prompt, tokens=tokens)
         content, calls = self.chat.parsed(tokens)
         return Turn(content if calls else text, [SaidCall(*call) for call in calls], prompt, tokens)

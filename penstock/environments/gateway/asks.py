@@ -22,6 +22,7 @@ class Ask:
         max_tokens: of the turn; None: as many as there is room for.
         choices: how many turns are drawn beside each other; the first may go on with the episode.
         after: where several paths are learnt from, the number of the turn that messages or text come after.
+        calls: whether calls of tools in the turn are told apart from its text.
     """
 
     messages: list[dict[str, Any]] | None = None
@@ -33,6 +34,7 @@ class Ask:
     max_tokens: int | None = None
     choices: int = 1
     after: int = 0
+    calls: bool = True
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from penstock.environments.gateway.asks import Ask, SaidCall, Turn
 from penstock.environments.gateway.history import History, Refused
 
-NOT_SERVED: dict[str, tuple[Any, ...]] = {  # by name the values that change nothing
+NO_CALLS = "none"  # of `tool_choice`: the template tells of the tools, and a call in the turn stays text
+NOT_SERVED: dict[str, tuple[Any, ...]] = {  # by name the values that do not change how tokens are sampled
     "best_of": (1,),
     "echo": (),
     "suffix": ("",),
@@ -36,7 +37,7 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {  # by name the values that change not
     "stop_token_ids": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": (),
-    "tool_choice": ("auto",),
+    "tool_choice": ("auto", NO_CALLS),
     "functions": (),
     "features": (),
     "content_parts": (),
@@ -83,7 +84,8 @@ class ChatRequest(_Request):
     def ask(self, history: History) -> Ask:
         """Return what is asked, after what there was."""
         ask = history.chat(self.messages, self.tools, self.max_completion_tokens or self.max_tokens)
-        return replace(ask, choices=self.choices)
+        calls = (self.model_extra or {}).get("tool_choice") != NO_CALLS
+        return replace(ask, choices=self.choices, calls=calls)
 
     def answer(self, turns: list[Turn], history: History) -> dict[str, Any]:
         """Return the body of the answer; a turn that is learnt from becomes part of the history."""
@@ -99,7 +101,7 @@ class ChatRequest(_Request):
         return {"message": message, "finish_reason": reason, "logprobs": _chat_logprobs(self, turn)}
 
     def chunks(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield an answer in the pieces of a stream: the message, how it ended, what it took."""
+        """Yield an answer in the pieces of a stream: the message, and how it ended."""
         for choice in body["choices"]:
             delta, ended = dict(choice["message"]), choice["finish_reason"]
             if "tool_calls" in delta:
@@ -183,10 +185,10 @@ def _generated(turn: Turn) -> dict[str, Any]:
     """Return a choice in vLLM's shape.
 
     The mask of sampling is none, since each token could be drawn: top_p and top_k are refused where log-probs are kept,
-    and without these a mask tells nothing.
+    and without these a mask tells nothing. A token is named as well, since there are clients that read it by its name.
     """
     known = [
-        {"token_id": token, "logprob": value, "top_logprobs": []}
+        {"token_id": token, "token": f"token_id:{token}", "logprob": value, "top_logprobs": []}
         for token, value in zip(turn.tokens, turn.logprobs, strict=False)
     ]
     ends = [start for start, _ in turn.versions[1:]] + [len(turn.tokens)]
@@ -209,7 +211,8 @@ def stream_of(request: Streamed, body: Mapping[str, Any]) -> Iterator[str]:
     for chunk in request.chunks(body):
         yield f"data: {json.dumps(chunk)}\n\n"
     if (request.stream_options or {}).get("include_usage"):
-        yield f"data: {json.dumps({**body, 'choices': []})}\n\n"
+        kind = "chat.completion.chunk" if isinstance(request, ChatRequest) else body["object"]
+        yield f"data: {json.dumps({**body, 'object': kind, 'choices': []})}\n\n"
     yield "data: [DONE]\n\n"
 
 

@@ -9,8 +9,9 @@ import pytest
 from penstock.data.tokenizer import load_tokenizer
 from penstock.engines.rollout.agents import Agents
 from penstock.engines.rollout.episode import Episode
-from penstock.environments.gateway.asks import Ask
-from penstock.environments.gateway.history import History
+from penstock.environments.gateway.asks import Ask, SaidCall
+from penstock.environments.gateway.history import History, Refused
+from penstock.environments.gateway.requests import ChatRequest
 from tests.chat.model import TEMPLATE, make_chat_tokenizer
 
 LIMIT, LONGEST = 60, 60
@@ -56,6 +57,28 @@ def test_a_chat_after_a_turn_that_was_cut_is_asked_whole(agents: Agents) -> None
     assert len(cut.tokens) == cut.turn_ends[-1]
     (behind,) = agents.placed(ended, [second_chat()], LIMIT, 0)
     assert behind.aside is None and agents.tokenizer.decode(ended.prompt + ended.tokens) == whole
+
+
+def test_calls_stay_text_where_none_are_wanted(agents: Agents) -> None:
+    """As agents ask that compact a history with tools: they want a summary, and read the text. Controls: a request that
+    leaves it open has the call apart from its text, and one that asks for a call is refused.
+    """
+    said = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
+    tokens = agents.tokenizer(f"{said}<|im_end|>", add_special_tokens=False)["input_ids"]
+    asked = {"messages": [QUESTION], "tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}]}
+    turns = {}
+    for choice in ("none", "auto", "required"):
+        request = ChatRequest.model_validate({**asked, "tool_choice": choice})
+        if choice == "required":
+            with pytest.raises(Refused, match="'tool_choice' is not served"):
+                request.refuse()
+            continue
+        request.refuse()
+        ask = request.ask(History())
+        assert ask.tools == asked["tools"], "the template tells of them all the same"
+        turns[choice] = agents.turn(ask, [1], tokens, said)
+    assert (turns["none"].text, turns["none"].tool_calls) == (said, [])
+    assert (turns["auto"].text, turns["auto"].tool_calls) == ("", [SaidCall("add", "{}")])
 
 
 def test_the_whole_chat_is_held_against_the_room(agents: Agents) -> None:

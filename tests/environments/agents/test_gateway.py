@@ -120,6 +120,8 @@ def test_tokens_are_told_in_vllms_own_shape() -> None:
     assert first.logprobs is not None and first.logprobs.content is not None
     assert [(item.token_id, item.logprob) for item in first.logprobs.content] == [(4, -0.5), (5, -1.0), (6, -2.0)]
     assert first.token_ids == [4, 5, 6] and first.sampling_mask is None
+    named = request.answer([turn], History())["choices"][0]["logprobs"]["content"]
+    assert [item["token"] for item in named] == ["token_id:4", "token_id:5", "token_id:6"], "as verifiers' client reads"
     assert first.weight_versions == [WeightVersionSpan("6", 0, 2), WeightVersionSpan("7", 2, 3)]
     with pytest.raises(ValidationError):
         GenerateTokensResponse.model_validate(request.answer([replace(turn, tokens=[-4, 5, 6])] * 2, History()))
@@ -129,6 +131,12 @@ def test_a_stream_brings_the_same(pool: EnvironmentPool) -> None:
     """OpenAI's client reads it; the next request follows what it has read."""
     reply, asked = play(pool, says("four"), {"plan": ["stream", "chat"]})
     assert reply.reward == 2.0 and asked[1].follows
+
+
+def test_a_stream_tells_what_it_took(pool: EnvironmentPool) -> None:
+    """To OpenAI's own reader of streams, by which agents know when to compact: it skips what is no piece of a chat."""
+    reply, _ = play(pool, says("four"), {"plan": ["stream helper"]})
+    assert reply.parts == {"reward": 1.0, "prompt": 2.0, "drawn": 3.0}
 
 
 @pytest.mark.parametrize(
