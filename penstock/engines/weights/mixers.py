@@ -15,8 +15,11 @@ from torch import nn
 
 def compute_from_weights(vllm_model: nn.Module, dtype: torch.dtype) -> None:
     """Give the layers of Mamba 2 in vLLM's model, just initialised, an `A_log` of this dtype in place of `A`."""
+    from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
+    for net in [module for module in vllm_model.modules() if isinstance(module, GatedDeltaNetAttention)]:
+        net.A_log = nn.Parameter(torch.empty(net.A_log.shape, dtype=dtype, device=net.A_log.device))
     for mixer in [module for module in vllm_model.modules() if isinstance(module, MambaMixer2)]:
         shape, device = mixer.A.shape, mixer.A.device
         del mixer.A, mixer.conv_weights

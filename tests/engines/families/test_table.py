@@ -28,6 +28,7 @@ from penstock.engines.kernels.gated_mlp import GatedMlp, gate_in_products
 from penstock.engines.kernels.weight_gradients import JointProduct, SummedLinear, sum_in_products
 from penstock.engines.models.loading import load_causal_lm
 from penstock.engines.models.models import PackedPolicy
+from penstock.engines.rollout.vllm import take_resizing_from_pillow
 from penstock.engines.weights.layout import family_in
 from penstock.engines.weights.lora import adapted_layers, attach
 from tests.engines.families import renamed
@@ -69,6 +70,8 @@ def test_layers_are_called_as_the_table_says(model_type: str) -> None:
 def test_vllm_stacks_the_layers_that_the_table_says(model_type: str) -> None:
     """By its classes' own word. Control: of Mixtral, whose experts are no layers of the table, or of Llama, another."""
     from vllm import ModelRegistry
+
+    take_resizing_from_pillow()  # a class may lie beside one that sees
 
     def stacked(architecture: str) -> dict[str, list[str]]:
         mapping: dict[str, list[str]] = ModelRegistry.models[architecture].load_model_cls().packed_modules_mapping
