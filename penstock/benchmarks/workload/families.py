@@ -223,6 +223,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Nemotron-H": ("nemotron_h", NEMOTRON),
     "LFM2": ("lfm2", SHORT_CONVOLUTIONS),
     "Qwen 3.5": ("qwen3_5_text", LINEAR),
+    "Qwen 3.5 MoE": ("qwen3_5_moe_text", {**EXPERTS, **LINEAR}),
     "Qwen 3 Next": ("qwen3_next", {**EXPERTS, **LINEAR}),
     **REFUSED,
 }

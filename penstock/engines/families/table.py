@@ -38,7 +38,7 @@ class Family:
     Attributes:
         model_types: `model_type` of its configurations.
         query_key_value, attention_output, gate_up, down: the linear layers of a block.
-        delta_net: those of a block's gated delta net that vLLM has stacked.
+        delta_net: those of a gated delta net in its place: queries, keys, values and gates; strength and decay; output.
         head: the language head.
         query_norm: the layer that norms queries, where there is one (and another one of its kind norms keys).
         gated_mlps: classes of its MLPs that compute down(silu(gate(x)) * up(x)) and nothing else: on a Hopper GPU
@@ -141,6 +141,11 @@ class Family:
 USUAL = Family()
 LATENT = "compresses keys and values (multi-head latent attention)"
 MAMBA = ("in_proj", "conv1d")  # of Mamba 2: what comes stacked as in vLLM
+APART = (  # a gated delta net of whose projections queries, keys and values alone come stacked
+    Linear("in_proj_qkvz", ("in_proj_qkv", "in_proj_z")),
+    Linear("in_proj_ba", ("in_proj_b", "in_proj_a")),
+    Linear("out_proj", ("out_proj",)),
+)
 ANY_STEP = ("time_step_limit", [0.0, inf])
 
 
@@ -232,21 +237,34 @@ FAMILIES: tuple[Family, ...] = (
         ("qwen3_next",),
         layer_types=("linear_attention", "full_attention"),
         state_weights=(),
+        delta_net=(
+            Linear("in_proj_qkvz", ("in_proj_qkvz",)),
+            Linear("in_proj_ba", ("in_proj_ba",)),
+            Linear("out_proj", ("out_proj",)),
+        ),
         mixers=("Qwen3NextGatedDeltaNet",),
         experts=_experts_in("mlp"),
     ),
     Family(
         ("qwen3_5_text",),
-        delta_net=(
-            Linear("in_proj_qkvz", ("in_proj_qkv", "in_proj_z")),
-            Linear("in_proj_ba", ("in_proj_b", "in_proj_a")),
-        ),
         layer_types=("linear_attention", "full_attention"),
         state_weights=(),
+        delta_net=APART,
         mixers=("Qwen3_5GatedDeltaNet",),
         served_beside_images=True,
         stacked=("in_proj_qkvz",),
     ),
+    Family(
+        ("qwen3_5_moe_text",),
+        layer_types=("linear_attention", "full_attention"),
+        state_weights=(),
+        delta_net=APART,
+        mixers=("Qwen3_5MoeGatedDeltaNet",),
+        experts=_experts_in("mlp"),
+        served_beside_images=True,
+        stacked=("in_proj_qkvz",),
+    ),
+    Family(("qwen3_5", "qwen3_5_moe"), incomparable="has gated delta nets beside an encoder of images"),
     Family(
         ("mamba", "falcon_mamba", "jamba"),
         incomparable="has layers of Mamba 1, for whose scan vLLM has no kernel on a CPU",

@@ -219,6 +219,31 @@ def test_latent_attention_is_counted_by_its_sizes(name: str, adapted: list[str],
     assert "kv_b_proj" not in read_shape(write_family("Llama", tmp_path / "dense")).matrices
 
 
+@pytest.mark.parametrize("name", ["Qwen 3.5", "Qwen 3 Next"])
+def test_gated_delta_nets_are_counted_by_their_sizes(name: str, tmp_path: Path) -> None:
+    """Each layer's linear layers as the library makes them. Control: the two kinds of layers are not alike."""
+    shape, lm = read_shape(write_family(name, tmp_path)), load_causal_lm(tmp_path, torch.float32, False)
+    own = [
+        {
+            part.rpartition(".")[2]: tuple(module.weight.shape)
+            for part, module in layer.named_modules()
+            if isinstance(module, torch.nn.Linear) and (shape.experts is None or not part.startswith("mlp"))
+        }
+        for layer in lm.model.layers
+    ]
+    assert own == [shape.delta_matrices, shape.matrices] and own[0] != own[1]
+    assert shape.kinds == [(1, own[1]), (1, own[0])]
+    lora = LoraConfig(targets=["q_proj", *(part for part in own[0] if part.startswith("in_proj_"))])
+    attach(lm, lora, seed=0)
+    adapted = adapted_layers(lm).values()
+    assert shape.adapter_parameters(lora) == sum(one.lora_A.numel() + one.lora_B.numel() for one in adapted) > 0
+    assert shape.adapters(lora) == len(adapted)
+    fused = [part for part in own[0] if part.startswith("in_proj_")]
+    merged = sum(rows * columns for part in fused for rows, columns in [own[0][part]])
+    attention = sum(rows * columns for part in ("q_proj", "k_proj", "v_proj") for rows, columns in [own[1][part]])
+    assert shape.merged_parameters(lora) == merged + attention
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_faster_products_take_the_layers_that_the_row_names(
     known: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
