@@ -116,6 +116,7 @@ def check_states(config: TrainConfig) -> None:
         **{f"rollout.{name}": getattr(config.rollout, name) is not None for name in ("tail", "carry", "stream")},
         "rollout.tensor_parallel above 1": config.rollout.tensor_parallel > 1,
         "sequence_parallel": any(getattr(one, "sequence_parallel", 1) > 1 for one in trained),
+        "expert_parallel": any(getattr(one, "expert_parallel", 1) > 1 for one in trained),
         "zero_stage 3": any(one.zero_stage == 3 for one in trained),
     }
     if names := [name for name, is_given in given.items() if is_given]:

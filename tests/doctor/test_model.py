@@ -37,7 +37,7 @@ def test_a_length_beyond_which_it_is_another_is_a_warning(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("family", "subject", "said"),
-    [("Qwen 3 Next", "model", "has gated delta nets"), ("ERNIE 4.5 MoE", "rollout", "is a mixture of experts")],
+    [("Jamba", "model", "has layers of Mamba 1"), ("ERNIE 4.5 MoE", "rollout", "is a mixture of experts")],
 )
 def test_a_model_that_is_refused_is_a_problem(family: str, subject: str, said: str, tmp_path: Path) -> None:
     problem = examine_model(write_family(family, tmp_path))[-1]
@@ -56,7 +56,7 @@ def test_a_recipes_model_is_told_with_the_recipe(tmp_path: Path) -> None:
 
 def test_the_command_says_it_by_its_exit_code(tmp_path: Path) -> None:
     """A problem: 1. Beside a recipe it is a mistake: 2, and nothing is looked at."""
-    folder, command = write_family("Qwen 3 Next", tmp_path), [sys.executable, "-m", "penstock.cli.main", "doctor"]
+    folder, command = write_family("Jamba", tmp_path), [sys.executable, "-m", "penstock.cli.main", "doctor"]
     done = subprocess.run([*command, "--model", str(folder)], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 1 and "1 problem" in done.stdout
     done = subprocess.run([*command, "a.yaml", "--model", str(folder)], capture_output=True, text=True, cwd=ROOT)

@@ -125,8 +125,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "Nemotron": ("nemotron", {}),
     "Apertus": ("apertus", {}),
     "ERNIE 4.5 MoE": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}),
-    "Qwen 3.5": ("qwen3_5_text", LINEAR),
-    "Qwen 3 Next": ("qwen3_next", {**EXPERTS, **LINEAR}),
     "Jamba": ("jamba", {**EXPERTS, "num_experts": 1, "attn_layer_period": 2, "attn_layer_offset": 1}),
     "Bamba": ("bamba", {**MAMBA, "attn_layer_indices": [1]}),
     "Mamba 2": ("mamba2", {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1}),
@@ -224,6 +222,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Nemotron-H": ("nemotron_h", NEMOTRON),
     "LFM2": ("lfm2", SHORT_CONVOLUTIONS),
+    "Qwen 3.5": ("qwen3_5_text", LINEAR),
+    "Qwen 3.5 MoE": ("qwen3_5_moe_text", {**EXPERTS, **LINEAR}),
+    "Qwen 3 Next": ("qwen3_next", {**EXPERTS, **LINEAR}),
     **REFUSED,
 }
 

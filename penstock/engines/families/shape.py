@@ -54,6 +54,42 @@ class LatentSizes:
 
 
 @dataclass(frozen=True)
+class DeltaSizes:
+    """Sizes of gated delta nets, which most layers of a model have in place of attention (arXiv 2412.06464).
+
+    The queries of its other layers have a gate of their size beside them.
+
+    Attributes:
+        layers: that have one.
+        key_heads, value_heads: of queries and keys, and of values, each of which has a state.
+        key, value: sizes of a head: a state is a matrix of keys by values.
+        taps: tokens that the convolution before it sees.
+    """
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key: int
+    value: int
+    taps: int
+
+    @property
+    def keys(self) -> int:
+        """Numbers of all keys, and of all queries, as a token makes them."""
+        return self.key_heads * self.key
+
+    @property
+    def values(self) -> int:
+        """Numbers of all values."""
+        return self.value_heads * self.value
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token that the convolution sees: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+
+@dataclass(frozen=True)
 class ModelShape:
     """Sizes of a decoder-only transformer with a gated MLP or experts in each layer."""
 
@@ -75,6 +111,7 @@ class ModelShape:
     encoder: int = 0  # of the parameters: those of an encoder of images
     encoder_learns: bool = False
     latent: LatentSizes | None = None
+    delta: DeltaSizes | None = None
 
     @property
     def family(self) -> Family:
@@ -83,15 +120,43 @@ class ModelShape:
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Rows and columns of the matrices of one layer, but for experts, by the names of their linear layers."""
-        hidden, inner, attention = self.hidden_size, self.intermediate_size, self._attention
-        if self.experts is not None:
-            return attention
+        """Rows and columns of the matrices of one layer, but for experts, by the names of their linear layers.
+
+        Of a model with delta nets a layer with attention; those of the others are `delta_matrices`.
+        """
+        return {**self._attention, **self._mlp}
+
+    @property
+    def delta_matrices(self) -> dict[str, tuple[int, int]]:
+        """Likewise of a layer with a gated delta net in place of attention."""
+        if (delta := self.delta) is None:
+            return {}
+        (mixed, gates, out), hidden = self.family.delta_net, self.hidden_size
         return {
-            **attention,
-            **_parts(self.family.gate_up, [inner, inner], hidden),
-            **_parts(self.family.down, [hidden], inner),
+            **_parts(mixed, [delta.channels, delta.values], hidden),
+            **_parts(gates, [delta.value_heads, delta.value_heads], hidden),
+            **_parts(out, [hidden], delta.values),
+            **self._mlp,
         }
+
+    @property
+    def kinds(self) -> list[tuple[int, dict[str, tuple[int, int]]]]:
+        """How many layers there are of each kind, and the matrices of one."""
+        if self.delta is None:
+            return [(self.layers, self.matrices)]
+        return [(self.attention_layers, self.matrices), (self.delta.layers, self.delta_matrices)]
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers with attention."""
+        return self.layers - (0 if self.delta is None else self.delta.layers)
+
+    @property
+    def _mlp(self) -> dict[str, tuple[int, int]]:
+        hidden, inner = self.hidden_size, self.intermediate_size
+        if self.experts is not None:
+            return {}
+        return {**_parts(self.family.gate_up, [inner, inner], hidden), **_parts(self.family.down, [hidden], inner)}
 
     @property
     def value_size(self) -> int:
@@ -103,7 +168,8 @@ class ModelShape:
         hidden, query = self.hidden_size, self.heads * self.head_size
         if (latent := self.latent) is None:
             key = self.kv_heads * self.head_size
-            projections = _parts(self.family.query_key_value, [query, key, key], hidden)
+            gated = query if self.delta is None else 2 * query
+            projections = _parts(self.family.query_key_value, [gated, key, key], hidden)
             return {**projections, **_parts(self.family.attention_output, [hidden], query)}
         made = self.heads * (self.head_size - latent.rotary + latent.value)
         queries = {"q_a_proj": (latent.queries, hidden), "q_b_proj": (query, latent.queries)}
@@ -132,7 +198,8 @@ class ModelShape:
         return self._matrices_with(self.experts.chosen if self.experts is not None else 0)
 
     def _matrices_with(self, experts: int) -> int:
-        named = self.layers * sum(rows * columns for rows, columns in self.matrices.values())
+        named = sum(layers * rows * columns for layers, kind in self.kinds for rows, columns in kind.values())
+        named += 0 if self.delta is None else self.delta.layers * self.delta.channels * self.delta.taps
         if self.experts is None:
             return named
         inner, rows = experts * self.experts.inner + self.experts.shared, self.experts.count + self.experts.shared_gate
@@ -141,7 +208,10 @@ class ModelShape:
 
     def adapter_parameters(self, lora: LoraConfig | None) -> int:
         """Parameters of the adapters: `rank` times rows and columns of each target; 0 without any."""
-        return self.layers * sum(lora.rank * sum(self.matrices[name]) for name in self.targets(lora)) if lora else 0
+        if lora is None:
+            return 0
+        named = [(layers, sizes) for layers, kind in self.kinds for name, sizes in kind.items() if _is(lora, name)]
+        return sum(layers * lora.rank * sum(sizes) for layers, sizes in named)
 
     def trained_parameters(self, lora: LoraConfig | None) -> int:
         """Parameters that get a gradient: all, or those of the adapters."""
@@ -151,26 +221,30 @@ class ModelShape:
 
     def merged_parameters(self, lora: LoraConfig | None) -> int:
         """Parameters that vLLM cannot share with the base: matrices with a target, those that it fuses as a whole."""
-        targets = self.targets(lora) if lora else ()
-        touched = {name for linear in self.family.block for name in linear.parts if set(targets) & {*linear.parts}}
-        return self.layers * sum(rows * columns for name, (rows, columns) in self.matrices.items() if name in touched)
+        if lora is None:
+            return 0
+        fused = [linear.parts for linear in (*self.family.block, *self.family.delta_net)]
+        touched = {name for parts in fused for name in parts if any(_is(lora, part) for part in parts)}
+        named = [(layers, sizes) for layers, kind in self.kinds for name, sizes in kind.items() if name in touched]
+        return sum(layers * rows * columns for layers, (rows, columns) in named)
 
-    def targets(self, lora: LoraConfig) -> list[str]:
-        """Names of the linear layers of a block that get an adapter."""
-        return [name for name in self.matrices if lora.targets is None or name in lora.targets]
+    def adapters(self, lora: LoraConfig) -> int:
+        """How many linear layers get an adapter."""
+        return sum(layers for layers, kind in self.kinds for name in kind if _is(lora, name))
 
     def kv_numbers(self, tensor_parallel: int) -> int:
         """Numbers that a KV cache holds of one token, on each of the ranks that an engine is cut over.
 
         Latents are not kept (penstock/engines/rollout/vllm.py), and values are made as long as keys.
         """
-        return 2 * self.layers * max(1, self.kv_heads // tensor_parallel) * self.head_size
+        return 2 * self.attention_layers * max(1, self.kv_heads // tensor_parallel) * self.head_size
 
     @property
     def explained(self) -> bool:
         """Whether the sizes explain the parameters within 3 %: adapters, or layers that differ, are something else."""
         embedding = self.vocabulary * self.hidden_size
-        return not self.family.mixers and any(
+        known = self.delta is not None or not self.family.mixers
+        return known and any(
             abs((self.parameters - self.encoder) / (self.block_matrices + count * embedding) - 1) < 0.03
             for count in (1, 2)
         )
@@ -218,6 +292,7 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
         query_key_norms=any(name.endswith(query_norm) for name in weights),
         model_type=model_type,
         latent=latent,
+        delta=_delta(config, family_of(model_type), weights),
         encoder=_encoder(family_of(model_type), weights),
         **_experts(config, family_of(model_type), weights),
     )
@@ -237,6 +312,24 @@ def _latent(config: Mapping[str, Any], family: Family) -> LatentSizes | None:
         queries=config.get("q_lora_rank") or 0,
         value=config["v_head_dim"],
     )
+
+
+def _delta(config: Mapping[str, Any], family: Family, weights: Mapping[str, Sequence[int]]) -> DeltaSizes | None:
+    if not family.delta_net:
+        return None
+    return DeltaSizes(
+        layers=sum(name.endswith(".A_log") for name in weights),  # files need not list the types of layers
+        key_heads=config["linear_num_key_heads"],
+        value_heads=config["linear_num_value_heads"],
+        key=config["linear_key_head_dim"],
+        value=config["linear_value_head_dim"],
+        taps=config["linear_conv_kernel_dim"],
+    )
+
+
+def _is(lora: LoraConfig, name: str) -> bool:
+    """Whether linear layers of this name get an adapter."""
+    return lora.targets is None or name in lora.targets
 
 
 def _experts(config: Mapping[str, Any], family: Family, weights: Mapping[str, Sequence[int]]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class Family:
     Attributes:
         model_types: `model_type` of its configurations.
         query_key_value, attention_output, gate_up, down: the linear layers of a block.
+        delta_net: those of a gated delta net in its place: queries, keys, values and gates; strength and decay; output.
         head: the language head.
         query_norm: the layer that norms queries, where there is one (and another one of its kind norms keys).
         gated_mlps: classes of its MLPs that compute down(silu(gate(x)) * up(x)) and nothing else: on a Hopper GPU
@@ -73,6 +74,7 @@ class Family:
         expert_weights: parts of weights' names in experts.
         stored_experts: parts of weights' names in files, of experts without their routers, and shared_experts: of an
             MLP beside them that all tokens pass.
+        served_beside_images: whether vLLM's class lies in a file with one that sees, and needs what that needs.
         encoder: where the encoder of images lies in transformers, and language: the decoder that reads what it makes
             (images.py); empty: the family has no images.
         served_names: how weights' names begin here, and in vLLM, where that differs; with a dot in front a part of
@@ -85,6 +87,7 @@ class Family:
     attention_output: Linear = Linear("o_proj", ("o_proj",))
     gate_up: Linear = Linear("gate_up_proj", ("gate_proj", "up_proj"))
     down: Linear = Linear("down_proj", ("down_proj",))
+    delta_net: tuple[Linear, ...] = ()
     head: Linear = Linear("lm_head", ("lm_head",))
     query_norm: str = "q_norm"
     gated_mlps: tuple[str, ...] = ()
@@ -113,6 +116,7 @@ class Family:
     expert_weights: tuple[str, ...] = ("experts", "block_sparse_moe")
     stored_experts: tuple[str, ...] = ("experts",)
     shared_experts: tuple[str, ...] = ("shared_expert", "shared_experts")
+    served_beside_images: bool = False
     encoder: str = ""
     language: str = ""
     served_names: tuple[tuple[str, str], ...] = ()
@@ -126,7 +130,7 @@ class Family:
     @property
     def linears(self) -> tuple[Linear, ...]:
         """All of them."""
-        return *self.block, self.head
+        return *self.block, *self.delta_net, self.head
 
     @property
     def language_head(self) -> str:
@@ -137,6 +141,11 @@ class Family:
 USUAL = Family()
 LATENT = "compresses keys and values (multi-head latent attention)"
 MAMBA = ("in_proj", "conv1d")  # of Mamba 2: what comes stacked as in vLLM
+APART = (  # a gated delta net of whose projections queries, keys and values alone come stacked
+    Linear("in_proj_qkvz", ("in_proj_qkv", "in_proj_z")),
+    Linear("in_proj_ba", ("in_proj_b", "in_proj_a")),
+    Linear("out_proj", ("out_proj",)),
+)
 ANY_STEP = ("time_step_limit", [0.0, inf])
 
 
@@ -225,9 +234,37 @@ FAMILIES: tuple[Family, ...] = (
         stacked=("qkv",),
     ),
     Family(
-        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"),
-        incomparable="has gated delta nets, which vLLM computes on a CPU in bfloat16 alone",
+        ("qwen3_next",),
+        layer_types=("linear_attention", "full_attention"),
+        state_weights=(),
+        delta_net=(
+            Linear("in_proj_qkvz", ("in_proj_qkvz",)),
+            Linear("in_proj_ba", ("in_proj_ba",)),
+            Linear("out_proj", ("out_proj",)),
+        ),
+        mixers=("Qwen3NextGatedDeltaNet",),
+        experts=_experts_in("mlp"),
     ),
+    Family(
+        ("qwen3_5_text",),
+        layer_types=("linear_attention", "full_attention"),
+        state_weights=(),
+        delta_net=APART,
+        mixers=("Qwen3_5GatedDeltaNet",),
+        served_beside_images=True,
+        stacked=("in_proj_qkvz",),
+    ),
+    Family(
+        ("qwen3_5_moe_text",),
+        layer_types=("linear_attention", "full_attention"),
+        state_weights=(),
+        delta_net=APART,
+        mixers=("Qwen3_5MoeGatedDeltaNet",),
+        experts=_experts_in("mlp"),
+        served_beside_images=True,
+        stacked=("in_proj_qkvz",),
+    ),
+    Family(("qwen3_5", "qwen3_5_moe"), incomparable="has gated delta nets beside an encoder of images"),
     Family(
         ("mamba", "falcon_mamba", "jamba"),
         incomparable="has layers of Mamba 1, for whose scan vLLM has no kernel on a CPU",

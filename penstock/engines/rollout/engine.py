@@ -36,6 +36,7 @@ from penstock.engines.commands.rollout import Generate, Sampling, Sharing
 from penstock.engines.families.images import sees
 from penstock.engines.families.served import check_served, has_own_class, unserved
 from penstock.engines.families.shape import ModelShape, shape_of_weights
+from penstock.engines.families.table import family_of
 from penstock.engines.models.shared_class import kept_as_it_is
 from penstock.engines.rollout import vllm as versions
 from penstock.engines.rollout.batch_sizes import begin_together, capture_sizes, max_sequences, most_at_once
@@ -120,7 +121,7 @@ class Generator:
         described: Any = lm.config
         settings, shapes = described.to_dict(), shapes_of(lm)
         check_served(settings, shapes, served.folder)
-        if sees(settings):
+        if sees(settings) or family_of(settings["model_type"]).served_beside_images:
             versions.take_resizing_from_pillow()
         versions.prepare_vllm(self.cuda, described.architectures)
         if sees(settings):

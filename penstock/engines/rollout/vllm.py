@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional
 
 from penstock.base.importing import importing
+from penstock.engines.kernels.delta_nets import write_delta_nets_out
 
 
 def keep_plain_linear_on_cpu() -> None:
@@ -162,6 +163,7 @@ def prepare_vllm(cuda: bool, architectures: Sequence[str]) -> None:
         write_latent_attention_out()
         turn_every_head_on_cpu()
         correct_choices_without_groups()
+        write_delta_nets_out()
     inspect_in_this_process(architectures)
 
 

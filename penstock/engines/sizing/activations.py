@@ -2,9 +2,10 @@
 
 Each line says which tensor is kept and why autograd needs it. `tests/engines/sizing/test_activations.py` holds the
 table against what autograd really keeps, so a changed module shows there. The table is for decoders with RMSNorm,
-rotary embeddings and a gated MLP (Llama, Mistral, Qwen) or experts in grouped products (Mixtral, Qwen MoE); `w` is the
-width of a weight in bytes. A layer of a mixture that has an MLP in place of experts counts as the others do: such an
-MLP is about as wide as what a token meets of the experts.
+rotary embeddings and a gated MLP (Llama, Mistral, Qwen) or experts in grouped products (Mixtral, Qwen MoE), and with
+gated delta nets in place of attention (Qwen3-Next, Qwen3.5); `w` is the width of a weight in bytes. A layer of a
+mixture that has an MLP in place of experts counts as the others do: such an MLP is about as wide as what a token meets
+of the experts.
 
 Left out: what lives only while one module runs; memory.py has an allowance for it. No torch here.
 """
@@ -17,6 +18,7 @@ from penstock.engines.families.shape import ModelShape
 
 FLOAT32 = 4
 INDEX = 8  # int64
+CHUNK = 64  # tokens of a row that the delta rule takes at a time, in the transformers library
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ def layer_table(shape: ModelShape, computation: Computation, keys: float = 1.0) 
         Kept("attention's logsumexp", FLOAT32 * shape.heads, "attention"),
         *_mlp_table(inner, computation),
         *_expert_table(shape, computation),
+        *_gate_table(shape, computation),
     ]
     if computation.exchanged and computation.device == "cuda":  # elsewhere attention keeps its output by rows
         table.append(Kept("attention's output, exchanged", w * query, "input of o_proj, no longer the same tensor"))
@@ -92,6 +95,52 @@ def layer_table(shape: ModelShape, computation: Computation, keys: float = 1.0) 
         by_rows = int(2 * w * (query + key) * keys)
         table.append(Kept("attention by rows", by_rows, "q, k, v and output, spread to whole rows"))
     return table
+
+
+def delta_table(shape: ModelShape, computation: Computation, keys: float = 1.0) -> list[Kept]:
+    """Return likewise what a block with a gated delta net keeps, as the transformers library computes it in chunks.
+
+    Of a row whose last chunk is not full it keeps as much as if that were.
+    """
+    assert shape.delta is not None
+    w, hidden, heads = computation.width, shape.hidden_size, shape.delta.value_heads
+    key, value = heads * shape.delta.key, shape.delta.values
+    inner = shape.intermediate_size if shape.experts is None else shape.experts.shared
+    copies = 4 if w == FLOAT32 else 0  # what is converted to float32 lies as products want it
+    mixed = [
+        Kept("rows", 2 * w * hidden + INDEX, "input of the projections, spread to whole rows"),
+        Kept("convolution", 2 * w * shape.delta.channels, "its input; its activation's"),
+        Kept("strength and decay", (w + 6 * FLOAT32) * heads, "their activations; decays up to a token"),
+        Kept("queries, keys and values", FLOAT32 * (3 * key + value + 2 * heads), "norms; products with the strength"),
+        Kept("pairs within a chunk", 5 * FLOAT32 * heads * CHUNK, "decays, both products, the system, its attention"),
+        Kept("products' input", (2 + copies) * FLOAT32 * key, "queries and keys by strength"),
+        Kept("solved system", FLOAT32 * (key + value), "new values, and what they take from the state"),
+        Kept("states", FLOAT32 * heads * shape.delta.key * shape.delta.value // CHUNK, "one for each chunk"),
+        Kept("read and added", FLOAT32 * (2 * key + value), "products with the state"),
+        Kept(
+            "gated norm", (3 * FLOAT32 + 2 * w) * value + FLOAT32 * heads, "input, gate and activated gate; normalised"
+        ),
+        Kept("gated norm's output", w * value, "input of out_proj"),
+    ]
+    return [
+        *(Kept(kept.module, int(kept.bytes_per_token * keys), kept.reason) for kept in mixed),
+        Kept("second norm's output", w * hidden, "input of gate and up"),
+        Kept("norms", 2 * (2 * FLOAT32 * hidden + FLOAT32), "input and normalised, in float32; one number per token"),
+        *_mlp_table(inner, computation),
+        *_expert_table(shape, computation),
+    ]
+
+
+def _gate_table(shape: ModelShape, computation: Computation) -> list[Kept]:
+    """What attention keeps besides, per token, in a model with delta nets: a gate, and norms in float32."""
+    if shape.delta is None:
+        return []
+    w, query, key = computation.width, shape.heads * shape.head_size, shape.kv_heads * shape.head_size
+    beside = w * query if w == FLOAT32 else 0
+    return [
+        Kept("attention's gate", 2 * w * query + beside, "activated; its product, input of o_proj; beside queries"),
+        Kept("norms in float32", (FLOAT32 - w) * (2 * shape.hidden_size + query + key), "normalised"),
+    ]
 
 
 def _mlp_table(inner: int, computation: Computation) -> list[Kept]:
@@ -175,12 +224,21 @@ def host_bytes(shape: ModelShape, computation: Computation, micro_batch: MicroBa
 def kept_bytes(shape: ModelShape, computation: Computation, micro_batch: MicroBatch) -> int:
     """Return the bytes that wait for the backward pass when the forward pass of a micro-batch has ended."""
     w, tokens = computation.width, micro_batch.tokens
-    block = w * shape.hidden_size
-    if not computation.checkpointing:
-        block = total(layer_table(shape, computation, micro_batch.keys))
-    layers = min(INPUTS_AT_A_TIME, shape.layers) if computation.on_host else shape.layers
+    if computation.checkpointing:
+        layers = min(INPUTS_AT_A_TIME, shape.layers) if computation.on_host else shape.layers
+        blocks = layers * w * shape.hidden_size
+    else:
+        blocks = sum(layers * total(table) for layers, table in _tables(shape, computation, micro_batch))
     of_responses = micro_batch.responses * total(response_table(shape, w))
-    return tokens * (layers * block + total(model_table(shape, w))) + of_responses
+    return tokens * (blocks + total(model_table(shape, w))) + of_responses
+
+
+def _tables(shape: ModelShape, computation: Computation, micro_batch: MicroBatch) -> list[tuple[int, list[Kept]]]:
+    """Return how many blocks there are of each kind, and what one keeps."""
+    tables = [(shape.attention_layers, layer_table(shape, computation, micro_batch.keys))]
+    if shape.delta is not None:
+        tables.append((shape.delta.layers, delta_table(shape, computation, micro_batch.keys)))
+    return tables
 
 
 def in_flight_bytes(shape: ModelShape, computation: Computation, micro_batch: MicroBatch) -> int:
@@ -193,5 +251,7 @@ def in_flight_bytes(shape: ModelShape, computation: Computation, micro_batch: Mi
     if (experts := shape.experts) is not None:
         inner, copies = experts.chosen * experts.inner + experts.shared, 2 * experts.chosen
     gradients = computation.width * (4 * inner + copies * shape.hidden_size) + 3 * FLOAT32 * shape.hidden_size
-    again = total(layer_table(shape, computation, micro_batch.keys)) if computation.checkpointing else 0
+    again = 0
+    if computation.checkpointing:
+        again = max(total(table) for _, table in _tables(shape, computation, micro_batch))
     return micro_batch.tokens * (gradients + again)

@@ -399,7 +399,7 @@ def _kept_by_adapters(trainer: TrainerConfig, rank: Rank, shape: ModelShape, mic
     """Return the outputs of every adapter's A, which the gradient of its B needs."""
     if trainer.lora is None:
         return 0
-    adapters = shape.layers * len(shape.targets(trainer.lora))
+    adapters = shape.adapters(trainer.lora)
     return rank.width * micro_batch.tokens * trainer.lora.rank * adapters
 
 

@@ -34,17 +34,19 @@ def state_numbers(trainer: TrainerConfig, shape: ModelShape) -> int:
     if optimizer.name == "adafactor":
         return _factored(shape)
     if optimizer.name == "muon":
-        return 2 * trained - shape.layers * sum(rows * columns for rows, columns in shape.matrices.values())
+        return 2 * trained - sum(
+            layers * rows * columns for layers, kind in shape.kinds for rows, columns in kind.values()
+        )
     return 2 * trained
 
 
 def _factored(shape: ModelShape) -> int:
     """Return the rows and columns of all matrices, and the numbers of norms and biases, which have none."""
-    layer = sum(rows + columns for rows, columns in shape.matrices.values())
+    named = sum(layers * (rows + columns) for layers, kind in shape.kinds for rows, columns in kind.values())
     mixtures, hidden = 0, shape.hidden_size
     if (experts := shape.experts) is not None:
         mixtures = (shape.layers - shape.dense_layers) * 3 * experts.count * (experts.inner + hidden)
         mixtures += shape.dense_layers * 3 * (shape.intermediate_size + hidden)
     besides = max(0, shape.parameters - shape.block_matrices)
     embeddings, vectors = divmod(besides, shape.vocabulary * shape.hidden_size)  # a head of its own is another
-    return shape.layers * layer + mixtures + embeddings * (shape.vocabulary + shape.hidden_size) + vectors
+    return named + mixtures + embeddings * (shape.vocabulary + shape.hidden_size) + vectors

@@ -1,4 +1,4 @@
-"""Lets vLLM's layers of Mamba 2 compute with what is trained, where they would keep something made of it.
+"""Lets vLLM's layers of Mamba 2, and gated delta nets, compute with what is trained, where they would keep another.
 
 When vLLM reads a folder it makes A = -exp(A_log) of a weight and keeps the result alone, and looks at the convolution's
 weight through a second tensor. Here both are made of the weights whenever they are asked for: so `A_log` is a parameter
@@ -14,9 +14,13 @@ from torch import nn
 
 
 def compute_from_weights(vllm_model: nn.Module, dtype: torch.dtype) -> None:
-    """Give the layers of Mamba 2 in vLLM's model, just initialised, an `A_log` of this dtype in place of `A`."""
+    """Give such layers in vLLM's model, just initialised, an `A_log` of this dtype; Mamba 2 has it in place of `A`."""
+    from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
+    nets: list[Any] = [module for module in vllm_model.modules() if isinstance(module, GatedDeltaNetAttention)]
+    for net in nets:  # it is float32 there, and the trainer's own is of the weights' dtype
+        net.A_log = nn.Parameter(torch.empty(net.A_log.shape, dtype=dtype, device=net.A_log.device))
     for mixer in [module for module in vllm_model.modules() if isinstance(module, MambaMixer2)]:
         shape, device = mixer.A.shape, mixer.A.device
         del mixer.A, mixer.conv_weights

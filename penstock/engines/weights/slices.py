@@ -113,11 +113,11 @@ def _slices(
         shapes: those of its parts.
     """
     ranges = list(_ranges(layer, fused, list(shapes.values()), family))
-    parts = fused.parts * len(ranges) if len(fused.parts) == 1 else fused.parts
-    if not ranges or len(ranges) != len(parts):
+    if {number for number, *_ in ranges} != {*range(len(fused.parts))}:
         return None
     slices, filled = [], 0
-    for part, (dim, source, length) in zip(parts, ranges, strict=True):
+    for number, dim, source, length in ranges:
+        part = fused.parts[number]
         whole, transposed = tuple(shapes[part]), part.endswith(family.transposed)
         if transposed:
             whole = (*whole[:-2], whole[-1], whole[-2])
@@ -128,14 +128,14 @@ def _slices(
             return None
         slices.append(Slice(part, dim, source, filled, length, transposed))
         filled += length
-    dim = ranges[0][0]
+    dim = ranges[0][1]
     return tuple(slices) if filled == target[dim] or _padded(layer) and filled < target[dim] else None
 
 
 def _ranges(
     layer: nn.Module, fused: FusedParameter, wholes: list[Sequence[int]], family: Family
-) -> Iterator[tuple[int, int, int]]:
-    """Yield (dim, first index, length) of each part on this rank; a part that is fused already gives several.
+) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (number of the part, dim, first index, length) on this rank; a part that is fused already gives several.
 
     A layer class that is not known gives none.
     """
@@ -150,19 +150,19 @@ def _ranges(
         held = [_share(layer, size) for size in owner.output_sizes]
         yield from _stretches(rows, held, _stacked(fused, family))
     elif kind is linear.ColumnParallelLinear:
-        yield from ((0, *_share(layer, count)[1:]) for count in rows)
+        yield from ((part, 0, *_share(layer, count)[1:]) for part, count in enumerate(rows))
     elif kind is linear.RowParallelLinear and weight:
-        yield from ((1, *_share(layer, whole[1])[1:]) for whole in wholes)
+        yield from ((part, 1, *_share(layer, whole[1])[1:]) for part, whole in enumerate(wholes))
     elif kind in (VocabParallelEmbedding, ParallelLMHead):
         indices = owner.shard_indices
         first, end = indices.org_vocab_start_index, indices.org_vocab_end_index
-        yield from ((0, first, end - first) for count in rows if count == owner.org_vocab_size)
+        yield from ((part, 0, first, end - first) for part, count in enumerate(rows) if count == owner.org_vocab_size)
     elif (
         isinstance(layer, linear.ReplicatedLinear)
         or kind is linear.RowParallelLinear
         or not isinstance(layer, linear.LinearBase)
     ):
-        yield from ((0, 0, count) for count in rows)
+        yield from ((part, 0, 0, count) for part, count in enumerate(rows))
 
 
 def _share(layer: Any, whole: int) -> tuple[int, int, int]:
@@ -192,17 +192,30 @@ def _stacked(fused: FusedParameter, family: Family) -> bool:
     return fused.name.split(".")[-2] in (family.query_key_value.served, family.gate_up.served, *family.stacked)
 
 
-def _stretches(rows: list[int], held: list[tuple[int, int, int]], stacked: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield (dim, first, length) of a rank's part of each matrix that vLLM stacks; none if the sizes do not fit.
+def _stretches(rows: list[int], held: list[tuple[int, int, int]], stacked: bool) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (number of the part, dim, first, length) of a rank's share of each matrix that vLLM stacks.
 
-    Hugging Face has them apart, or `stacked` as one.
+    Hugging Face has them apart, or `stacked` as one or as a few. None if the sizes do not fit.
     """
     sizes = [whole for whole, _, _ in held]
-    if rows == sizes:
-        yield from ((0, first, length) for _, first, length in held)
-    elif rows == [sum(sizes)] and stacked:
-        for number, (_, first, length) in enumerate(held):
-            yield 0, sum(sizes[:number]) + first, length
+    starts = _starts(rows, sizes) if rows == sizes or stacked else []
+    if not starts:
+        return
+    for (part, start), (_, first, length) in zip(starts, held, strict=True):
+        yield part, 0, start + first, length
+
+
+def _starts(rows: list[int], sizes: list[int]) -> list[tuple[int, int]]:
+    """Return in which part each of these matrices lies, and at which row; none if parts hold others."""
+    found, part, start = [], 0, 0
+    for size in sizes:
+        if part == len(rows) or start + size > rows[part]:
+            return []
+        found.append((part, start))
+        start += size
+        if start == rows[part]:
+            part, start = part + 1, 0
+    return found if part == len(rows) else []
 
 
 def _padded(layer: nn.Module) -> bool:

@@ -32,6 +32,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ({"rollout": {"tensor_parallel": 2}}, "rollout.tensor_parallel above 1"),
         ({"actor": {"zero_stage": 3}}, "zero_stage 3"),
         ({"actor": {"sequence_parallel": 2}}, "sequence_parallel"),
+        ({"actor": {"expert_parallel": 2, "zero_stage": 1}}, "expert_parallel"),
     ],
 )
 def test_what_nobody_has_compared_is_refused(sections: dict[str, Any], named: str, folders: tuple[Path, Path]) -> None:

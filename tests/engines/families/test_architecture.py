@@ -46,15 +46,6 @@ SIZES: dict[str, Any] = {
 }
 HEADS = {"head_dim": 8}
 EXPERTS = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
-LINEAR = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "layer_types": ["linear_attention", "full_attention"],
-}
 ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 20}
 LONG = {**ROPE, "long_factor": [4.0] * 4, "short_factor": [1.0] * 4, "rope_type": "longrope"}
 BY_TURNS = ["sliding_attention", "full_attention"]
@@ -107,7 +98,6 @@ GOOD: dict[str, dict[str, Any]] = {
 }
 LOUD = {"Gemma2Config", "VaultGemmaConfig", "GptOssConfig"}  # the library's own kernel leaves out caps, and sinks
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "Qwen3NextConfig": ({**HEADS, **EXPERTS, **LINEAR}, "has gated delta nets"),
     "JambaConfig": ({}, "has layers of Mamba 1"),
     "Mamba2Config": ({"num_heads": 8, "head_dim": 8}, "carries a state from token to token"),
     "Qwen3Config": ({**HEADS, "final_logit_softcapping": 30.0}, "sets 'final_logit_softcapping'"),

@@ -1,6 +1,6 @@
 """Families of models through the real engines, as `penstock bench families` measures them.
 
-One by a class of vLLM's own that caps logits and scores, two with experts, one that carries a state from token to
+One by a class of vLLM's own that caps logits and scores, two with experts, two that carry a state from token to
 token, and one that vLLM builds from the Transformers library's are in `make test-slow`. That packed rows of each are
 the library's is test_architecture.py's, and test_mixers.py's.
 """
@@ -22,7 +22,7 @@ from tests.engines.shared_ranks import SMALL, Ranks
 
 EQUAL, STALE = 1e-5, 1e-2  # mean difference of log-probs in float32
 TRAINED = [name for name in FAMILIES if name not in REFUSED]
-ONE_OF_EACH_KIND = ("Gemma 2", "OLMo 2", "GLM-4.5", "gpt-oss", "Granite 4 (Mamba 2)")
+ONE_OF_EACH_KIND = ("Gemma 2", "OLMo 2", "GLM-4.5", "gpt-oss", "Granite 4 (Mamba 2)", "Qwen 3.5")
 
 
 @pytest.mark.slow

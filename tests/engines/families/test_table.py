@@ -28,6 +28,7 @@ from penstock.engines.kernels.gated_mlp import GatedMlp, gate_in_products
 from penstock.engines.kernels.weight_gradients import JointProduct, SummedLinear, sum_in_products
 from penstock.engines.models.loading import load_causal_lm
 from penstock.engines.models.models import PackedPolicy
+from penstock.engines.rollout.vllm import take_resizing_from_pillow
 from penstock.engines.weights.layout import family_in
 from penstock.engines.weights.lora import adapted_layers, attach
 from tests.engines.families import renamed
@@ -69,6 +70,8 @@ def test_layers_are_called_as_the_table_says(model_type: str) -> None:
 def test_vllm_stacks_the_layers_that_the_table_says(model_type: str) -> None:
     """By its classes' own word. Control: of Mixtral, whose experts are no layers of the table, or of Llama, another."""
     from vllm import ModelRegistry
+
+    take_resizing_from_pillow()  # a class may lie beside one that sees
 
     def stacked(architecture: str) -> dict[str, list[str]]:
         mapping: dict[str, list[str]] = ModelRegistry.models[architecture].load_model_cls().packed_modules_mapping
@@ -214,6 +217,31 @@ def test_latent_attention_is_counted_by_its_sizes(name: str, adapted: list[str],
     adapters = sum(layer.lora_A.numel() + layer.lora_B.numel() for layer in adapted_layers(lm).values())
     assert shape.adapter_parameters(LoraConfig(targets=adapted)) == adapters > 0
     assert "kv_b_proj" not in read_shape(write_family("Llama", tmp_path / "dense")).matrices
+
+
+@pytest.mark.parametrize("name", ["Qwen 3.5", "Qwen 3 Next"])
+def test_gated_delta_nets_are_counted_by_their_sizes(name: str, tmp_path: Path) -> None:
+    """Each layer's linear layers as the library makes them. Control: the two kinds of layers are not alike."""
+    shape, lm = read_shape(write_family(name, tmp_path)), load_causal_lm(tmp_path, torch.float32, False)
+    own = [
+        {
+            part.rpartition(".")[2]: tuple(module.weight.shape)
+            for part, module in layer.named_modules()
+            if isinstance(module, torch.nn.Linear) and (shape.experts is None or not part.startswith("mlp"))
+        }
+        for layer in lm.model.layers
+    ]
+    assert own == [shape.delta_matrices, shape.matrices] and own[0] != own[1]
+    assert shape.kinds == [(1, own[1]), (1, own[0])]
+    lora = LoraConfig(targets=["q_proj", *(part for part in own[0] if part.startswith("in_proj_"))])
+    attach(lm, lora, seed=0)
+    adapted = adapted_layers(lm).values()
+    assert shape.adapter_parameters(lora) == sum(one.lora_A.numel() + one.lora_B.numel() for one in adapted) > 0
+    assert shape.adapters(lora) == len(adapted)
+    fused = [part for part in own[0] if part.startswith("in_proj_")]
+    merged = sum(rows * columns for part in fused for rows, columns in [own[0][part]])
+    attention = sum(rows * columns for part in ("q_proj", "k_proj", "v_proj") for rows, columns in [own[1][part]])
+    assert shape.merged_parameters(lora) == merged + attention
 
 
 @pytest.mark.parametrize("known", [True, False])

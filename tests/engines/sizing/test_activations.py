@@ -123,6 +123,21 @@ def test_the_table_is_what_a_mixture_keeps(
     assert kept_bytes(replace(sizes, experts=None), computation, MICRO_BATCH) != pytest.approx(kept, rel=0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["Qwen 3.5", "Qwen 3 Next"])
+def test_the_table_is_what_gated_delta_nets_keep(
+    family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 2 %, of rows of two whole chunks. Control: the table of attention in each layer."""
+    monkeypatch.setitem(_rows.__globals__, "PROMPT", 40)
+    monkeypatch.setitem(_rows.__globals__, "RESPONSE", 88)
+    policy = PackedPolicy(load_causal_lm(write_family(family, tmp_path), dtype, False)).train()
+    kept, sizes, batch = _kept(policy, _rows(1)), read_shape(tmp_path), MicroBatch(128 * ROWS, 88 * ROWS)
+    computation = Computation(dtype.itemsize, "cpu")
+    assert kept_bytes(sizes, computation, batch) == pytest.approx(kept, rel=0.02)
+    assert kept_bytes(replace(sizes, delta=None), computation, batch) < 0.7 * kept
+
+
 def test_the_table_is_what_ranks_keep_that_exchange_heads_for_tokens(
     folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_attention_follows_each_sequences_own_length() -> None:
     assert joined - apart == 4 * 2 * 4 * 10 * 10
 
 
-MIXTURES = ["Mixtral", "OLMoE", "Qwen 2 MoE", "Qwen 3 MoE", "Command A+", "Granite MoE"]
+MIXTURES = ["Mixtral", "OLMoE", "Qwen 2 MoE", "Qwen 3 MoE", "Qwen 3 Next", "Command A+", "Granite MoE"]
 DENSE_FIRST = ["GLM-4.5", "EXAONE MoE"]
 
 
@@ -132,6 +133,30 @@ def test_a_token_meets_the_experts_that_are_chosen_for_it(family: str, tmp_path:
     others = sum(matrices.values()) - of_experts
     assert sizes.matrices_per_token == others + of_experts * experts.chosen // experts.count
     assert sizes.block_matrices == others + of_experts > sizes.matrices_per_token
+
+
+@torch.no_grad()
+def test_a_gated_delta_net_is_counted_by_its_recurrence(tmp_path: Path) -> None:
+    """All else of a token after the first as PyTorch counts it: the library computes the recurrence without products.
+
+    Control: as if each layer had attention, it is another number.
+    """
+    write_family("Qwen 3.5", tmp_path)
+    sizes, lm, counted = read_shape(tmp_path), _load(tmp_path), list[float]()
+    assert sizes.explained and sizes.delta is not None and (sizes.delta.layers, sizes.attention_layers) == (1, 1)
+    cache = DynamicCache(config=lm.config)
+    for _ in range(2):
+        with _counted(counted):
+            lm.model(torch.full((1, 1), 5), past_key_values=cache, use_cache=True)
+    one, none = np.array([1]), np.array([0])
+
+    def second(shape: ModelShape) -> float:
+        return forward_flops(shape, 2 * one, none, scalar_head=True, shared_B=one)
+
+    recurrence = 4 * 3 * 2 * 32 * 32  # four states of 32 x 32, three products of a vector with each
+    in_vain = 2 * 256 * 4  # of the convolution: what it has for the token before
+    assert second(sizes) - recurrence + in_vain == counted[1]
+    assert second(replace(sizes, delta=None)) != second(sizes)
 
 
 def test_a_model_whose_sizes_do_not_explain_its_parameters_is_told(folder_of: FolderOf) -> None:

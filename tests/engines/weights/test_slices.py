@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.engines.families.table import USUAL, family_of
+from penstock.engines.families.table import USUAL, Family, family_of
 from penstock.engines.weights.slices import counterparts
 
 HIDDEN = 16
@@ -37,10 +37,12 @@ def as_rank() -> Iterator[Callable[[int, int], None]]:
         yield lambda rank, ranks: place.__dict__.update(rank_in_group=rank, world_size=ranks)
 
 
-def _expect_as_loaded(name: str, layer: Any, wholes: dict[str, torch.Tensor], shards: list[Any]) -> None:
+def _expect_as_loaded(
+    name: str, layer: Any, wholes: dict[str, torch.Tensor], shards: list[Any], family: Family = USUAL
+) -> None:
     """Compare slices with the layer's own weight loader, for its weight and, if it has one, its bias."""
     model = nn.ModuleDict({name: layer})
-    found = counterparts(model, {part: whole.shape for part, whole in wholes.items()}, USUAL)
+    found = counterparts(model, {part: whole.shape for part, whole in wholes.items()}, family)
     assert [item.name for item in found] == [key for key, _ in model.named_parameters()]
     for item in found:
         parameter = dict(model.named_parameters())[item.name]
@@ -90,6 +92,20 @@ def test_matrices_that_come_stacked_are_taken_apart(kv_heads: int, ranks: int, a
         _expect_as_loaded("qkv_proj", layer, _matrices({"qkv_proj": (8 + 2 * kv_heads) * 4}, bias=True), [None])
         gate_up = MergedColumnParallelLinear(HIDDEN, [24, 24], bias=True)
         _expect_as_loaded("gate_up_proj", gate_up, _matrices({"gate_up_proj": 48}, bias=True), [None])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_matrices_that_come_stacked_in_part_are_taken_apart(ranks: int, as_rank: Any) -> None:
+    """Qwen3.5 stores queries, keys and values as one, and the gate by itself. Control: by no row it is not known."""
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+
+    wholes = _matrices({"in_proj_qkv": 8 + 8 + 16, "in_proj_z": 16})
+    for rank in range(ranks):
+        as_rank(rank, ranks)
+        layer = MergedColumnParallelLinear(HIDDEN, [8, 8, 16, 16], bias=False)
+        _expect_as_loaded("in_proj_qkvz", layer, wholes, [(0, 1, 2), 3], family_of("qwen3_5_text"))
+        shapes = {part: whole.shape for part, whole in wholes.items()}
+        assert counterparts(nn.ModuleDict({"in_proj_qkvz": layer}), shapes, USUAL) == []
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
