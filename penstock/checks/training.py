@@ -107,12 +107,11 @@ def check_environment(config: TrainConfig) -> None:
         return
     tools_told(config.environment)
     refills = config.rollout.tail is not None and config.algorithm.dynamic_sampling is not None
-    if (config.rollout.goes_on or refills) and asks_policy(config.environment):
+    if (config.rollout.begins_ahead or refills) and asks_policy(config.environment):
         raise UserError(
-            f"'{config.environment.type}' asks the policy for its turns, and such an episode cannot go on under the "
-            "next policies, where a new engine would not know what it has asked",
-            "remove rollout.carry or rollout.stream.staleness; rollout.tail waits for no long episode either, but not "
-            "with algorithm.dynamic_sampling, whose further rounds go on with episodes",
+            f"'{config.environment.type}' asks the policy for its turns, and nobody has compared such episodes with "
+            "rollout.stream.staleness, or with rollout.tail beside algorithm.dynamic_sampling",
+            "use rollout.carry, which waits for no long episode either",
         )
     if config.rollout.in_portions and config.environment.max_paths > 1:
         raise UserError(
