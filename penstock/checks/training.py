@@ -106,17 +106,18 @@ def check_environment(config: TrainConfig) -> None:
     if config.environment is None:
         return
     tools_told(config.environment)
-    refills = config.rollout.tail is not None and config.algorithm.dynamic_sampling is not None
-    if (config.rollout.begins_ahead or refills) and asks_policy(config.environment):
+    rollout, refused = config.rollout, config.algorithm.dynamic_sampling is not None
+    if refused and (rollout.goes_on or rollout.tail is not None) and asks_policy(config.environment):
         raise UserError(
             f"'{config.environment.type}' asks the policy for its turns, and nobody has compared such episodes with "
-            "rollout.stream.staleness, or with rollout.tail beside algorithm.dynamic_sampling",
-            "use rollout.carry, which waits for no long episode either",
+            "further rounds of an iteration that go on with them",
+            "remove algorithm.dynamic_sampling, or rollout.tail, rollout.carry and rollout.stream",
         )
-    if config.rollout.in_portions and config.environment.max_paths > 1:
+    if config.environment.max_paths > 1 and (rollout.goes_on or rollout.in_portions):
         raise UserError(
-            "'environment.max_paths' is above 1, and samples of several paths are not learnt from by portions",
-            "remove rollout.stream, or set environment.max_paths=1",
+            "'environment.max_paths' is above 1, and nobody has compared a training on samples of several paths with "
+            "rollout.carry or rollout.stream",
+            "remove it, use rollout.tail, or set environment.max_paths=1",
         )
     if config.data.image_column is not None and asks_policy(config.environment):
         raise UserError(

@@ -249,7 +249,8 @@ class EpisodeLoop:
         alive = self._environments.live.pop(episode.seed, None)
         if self._environments.agents is not None:
             if alive is None and (episode.unbridged or self._environments.agents.max_paths > 1):
-                self._begin_anew(episode, episode.version)  # what was drawn beside one conversation is not kept
+                _log.warning("an agent's episode that was carried over had turns that are not kept: it begins anew")
+                self._begin_anew(episode, episode.version)
                 return
             episode = self._agent_goes_on(episode, alive)
         self._live[episode.name] = episode
