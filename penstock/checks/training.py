@@ -113,11 +113,11 @@ def check_environment(config: TrainConfig) -> None:
             "further rounds of an iteration that go on with them",
             "remove algorithm.dynamic_sampling, or rollout.tail, rollout.carry and rollout.stream",
         )
-    if config.environment.max_paths > 1 and (rollout.goes_on or rollout.in_portions):
+    if config.environment.max_paths > 1 and rollout.goes_on:
         raise UserError(
             "'environment.max_paths' is above 1, and nobody has compared a training on samples of several paths with "
-            "rollout.carry or rollout.stream",
-            "remove it, use rollout.tail, or set environment.max_paths=1",
+            "rollout.carry or rollout.stream.staleness",
+            "remove it, use rollout.tail or rollout.stream at staleness 0, or set environment.max_paths=1",
         )
     if config.data.image_column is not None and asks_policy(config.environment):
         raise UserError(

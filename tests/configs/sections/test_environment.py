@@ -70,11 +70,12 @@ def test_agents_do_not_go_with_what_nobody_has_compared() -> None:
         check_environment(TrainConfig(environment=GAME, rollout=rollout, **sections, **refusing))
         with pytest.raises(UserError, match="CalculatorAgent' asks the policy for its turns, and nobody has compared"):
             check_environment(TrainConfig(environment=agent, rollout=rollout, **sections, **refusing))
-    for rollout, sections in (({"carry": {}}, {}), ahead, portions):
+    for rollout, sections in (({"carry": {}}, {}), ahead):
         check_environment(TrainConfig(environment=agent, rollout=rollout, **sections))
         with pytest.raises(UserError, match="'environment.max_paths' is above 1"):
             check_environment(TrainConfig(environment={**agent, "max_paths": 2}, rollout=rollout, **sections))
-    check_environment(TrainConfig(environment={**agent, "max_paths": 2}, rollout={"tail": {}}))
+    for rollout, sections in (({"tail": {}}, {}), portions):
+        check_environment(TrainConfig(environment={**agent, "max_paths": 2}, rollout=rollout, **sections))
     check_environment(TrainConfig(environment=agent, **refusing))
 
 
