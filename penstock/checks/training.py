@@ -115,8 +115,8 @@ def check_environment(config: TrainConfig) -> None:
         )
     if config.environment.max_paths > 1 and rollout.goes_on:
         raise UserError(
-            "'environment.max_paths' is above 1, and nobody has compared a training on samples of several paths with "
-            "rollout.carry or rollout.stream.staleness",
+            "'environment.max_paths' is above 1, and what an episode of several paths has under way does not outlast "
+            "its engine: with rollout.carry or rollout.stream.staleness a resume or a replay would have other episodes",
             "remove it, use rollout.tail or rollout.stream at staleness 0, or set environment.max_paths=1",
         )
     if config.data.image_column is not None and asks_policy(config.environment):
