@@ -106,18 +106,18 @@ def check_environment(config: TrainConfig) -> None:
     if config.environment is None:
         return
     tools_told(config.environment)
-    refills = config.rollout.tail is not None and config.algorithm.dynamic_sampling is not None
-    if (config.rollout.goes_on or refills) and asks_policy(config.environment):
+    rollout, refused = config.rollout, config.algorithm.dynamic_sampling is not None
+    if refused and (rollout.goes_on or rollout.tail is not None) and asks_policy(config.environment):
         raise UserError(
-            f"'{config.environment.type}' asks the policy for its turns, and such an episode cannot go on under the "
-            "next policies, where a new engine would not know what it has asked",
-            "remove rollout.carry or rollout.stream.staleness; rollout.tail waits for no long episode either, but not "
-            "with algorithm.dynamic_sampling, whose further rounds go on with episodes",
+            f"'{config.environment.type}' asks the policy for its turns, and nobody has compared such episodes with "
+            "further rounds of an iteration that go on with them",
+            "remove algorithm.dynamic_sampling, or rollout.tail, rollout.carry and rollout.stream",
         )
-    if config.rollout.in_portions and config.environment.max_paths > 1:
+    if config.environment.max_paths > 1 and rollout.goes_on:
         raise UserError(
-            "'environment.max_paths' is above 1, and samples of several paths are not learnt from by portions",
-            "remove rollout.stream, or set environment.max_paths=1",
+            "'environment.max_paths' is above 1, and what an episode of several paths has under way does not outlast "
+            "its engine: with rollout.carry or rollout.stream.staleness a resume or a replay would have other episodes",
+            "remove it, use rollout.tail or rollout.stream at staleness 0, or set environment.max_paths=1",
         )
     if config.data.image_column is not None and asks_policy(config.environment):
         raise UserError(

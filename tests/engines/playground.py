@@ -7,6 +7,8 @@ import os
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from penstock.environments.agent import Policy
+from penstock.environments.calculator import _completed
 from penstock.environments.environment import Step
 
 
@@ -64,3 +66,31 @@ class Moody(Playground):
         """Answer as ever, and name the process."""
         answer = super().step(text)
         return replace(answer, observation=f"{os.getpid()}" if answer.observation else None)
+
+
+class PlaygroundAgent:
+    """Plays `Playground` by asking: a text that begins with `prompt` and goes on with each turn and answer."""
+
+    stop = Playground.stop
+
+    def __init__(self, turns: int = 3, prompt: str = "go ") -> None:
+        self.played, self.prompt = Playground(turns), prompt
+
+    async def run(self, row: dict[str, Any], seed: int, policy: Policy) -> float:
+        text, reward = self.prompt, 0.0
+        self.played.reset(row, seed)
+        while (turn := await _completed(policy, text)) is not None:
+            step = self.played.step(turn)
+            reward += step.reward["reward"] if isinstance(step.reward, dict) else float(step.reward or 0.0)  # type: ignore[arg-type]
+            text += turn + (step.observation or "")
+            if step.done:
+                break
+        return reward
+
+
+class MoodyAgent(PlaygroundAgent):
+    """Asks for something else in each process that it is played in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.played = Moody()

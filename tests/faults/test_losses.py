@@ -149,6 +149,14 @@ RECIPES = {
         "data.arithmetic={calls: 0.4, mistakes: 0}",
         "environment={type: penstock.environments.calculator:Calculator, max_turns: 2}",
     ),
+    "carry of agents": (
+        "sft.steps=10",
+        "sft.batch=32",
+        "rollout.carry={extra: 0.5, staleness: 2}",
+        "rollout.max_response_tokens=20",
+        "data.arithmetic={calls: 0.4, mistakes: 0}",
+        "environment={type: penstock.environments.calculator:CalculatorAgent, max_turns: 2}",
+    ),
     "muon": (
         "sft={steps: 10, batch: 32, checkpoint_every: 4, optimizer: {name: sgd, learning_rate: 1e-1}}",
         "algorithm.mini_batches=2",
@@ -447,6 +455,7 @@ def test_prompts_that_wait_outlast_a_training_that_ends_and_is_resumed(
         pytest.param("carry of ppo", 1, marks=pytest.mark.exhaustive),
         ("carry of lora", 2),
         pytest.param("carry of episodes", 2, marks=pytest.mark.exhaustive),
+        pytest.param("carry of agents", 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_responses_that_go_on_outlast_a_training_that_ends_and_is_resumed(

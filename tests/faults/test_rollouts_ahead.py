@@ -66,8 +66,14 @@ RECIPES = {
         "data.arithmetic={calls: 0.4, mistakes: 0}",
         "environment={type: penstock.environments.calculator:Calculator, max_turns: 2}",
     ),
+    "agents": (
+        "rollout.stream={staleness: 3, extra: 0.5, keep_kv_cache: true}",
+        "groups={learning: {ranks: 1, roles: [actor]}, generating: {ranks: 1, roles: [rollout]}}",
+        "data.arithmetic={calls: 0.4, mistakes: 0}",
+        "environment={type: penstock.environments.calculator:CalculatorAgent, max_turns: 2}",
+    ),
 }
-STALENESS = {"grpo": 2, "ppo": 1, "lora": 3, "episodes": 2}
+STALENESS = {"grpo": 2, "ppo": 1, "lora": 3, "episodes": 2, "agents": 3}
 SEVERAL_DRAWS = {"grpo"}  # of an iteration: what is refused is drawn and not used
 DRAWS_TWICE = {"ppo"}  # the sampler may draw a prompt again
 
@@ -123,6 +129,7 @@ def assert_whole(run: RunFolder, recipe: str) -> None:
         pytest.param("ppo", marks=pytest.mark.exhaustive),
         pytest.param("lora", marks=pytest.mark.exhaustive),
         pytest.param("episodes", marks=pytest.mark.exhaustive),
+        pytest.param("agents", marks=pytest.mark.exhaustive),
     ],
 )
 def test_whatever_is_lost_no_prompt_is(recipe: str, trained: Callable[..., None], tmp_path: Path) -> None:
@@ -144,7 +151,14 @@ def test_whatever_is_lost_no_prompt_is(recipe: str, trained: Callable[..., None]
     assert any(record["metrics"].get("rollout/off_policy_share", 0) > 0 for record in read_metrics(run))
 
 
-@pytest.mark.parametrize("recipe", [pytest.param("ppo", marks=pytest.mark.exhaustive), "episodes"])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param("ppo", marks=pytest.mark.exhaustive),
+        "episodes",
+        pytest.param("agents", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_training_that_ends_with_a_rollout_ahead_is_resumed(
     recipe: str, trained: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

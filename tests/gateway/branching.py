@@ -1,4 +1,4 @@
-"""An agent that asks a problem twice from scratch, and again after its first answer: two paths, the first goes on."""
+"""Agents of two paths: one that asks a problem twice from scratch, and again after its first answer; one of texts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from penstock.environments.agent import Policy
+from penstock.environments.calculator import CalculatorAgent
 
 
 class Twice:
@@ -24,3 +25,12 @@ class Twice:
         third = await answered([*question, first, *question])
         texts = [message.content for message in (first, second, third)]
         return sum(text in (f"It is {row['wanted']}.", f"It is {row['wanted']}") for text in texts) / len(texts)
+
+
+class CalculatedTwice:
+    """Asks the calculator's problem twice from scratch; worth the mean of both."""
+
+    stop = CalculatorAgent.stop
+
+    async def run(self, row: dict[str, Any], seed: int, policy: Policy) -> float:
+        return sum([await CalculatorAgent().run(row, seed, policy) for _ in range(2)]) / 2

@@ -10,12 +10,13 @@ import pytest
 
 from penstock.configs.loading.load import load_config
 from penstock.engines.batches.packing import read_rows
+from penstock.flows.replay import replay
 from penstock.flows.train import train
-from penstock.state.experience import read_columns
+from penstock.state.experience import PATHS, column_names, origin_of, read_columns
 from penstock.state.run_folder import RunFolder, read_metrics
 from tests.comparing import numbers, weights
 from tests.gateway.chat_training import DIGITS, ITERATIONS, check_that_it_ended_alike, killed_and_resumed, trained
-from tests.gateway.test_same_episodes import ROOT, SMALL
+from tests.gateway.test_same_episodes import APART, ROOT, SMALL
 
 pytestmark = [
     pytest.mark.slow,
@@ -69,6 +70,53 @@ def test_all_turns_are_learnt_from(learned: RunFolder) -> None:
 
 def test_a_killed_training_ends_as_one_left_alone(learned: RunFolder) -> None:
     check_that_it_ended_alike(killed_and_resumed(learned.path.parent, "penstock.engines.groups.rank"), learned)
+
+
+TWICE = (
+    "environment={type: 'tests.gateway.branching:CalculatedTwice', max_turns: 4, max_paths: 2, workers: 1}",
+    "rollout.max_response_tokens=40",
+    "evaluate={every: 0, temperature: 1.0}",
+    "algorithm.mini_batches=1",
+    APART,
+)
+
+
+@pytest.mark.usefixtures("prefect_harness")
+def test_paths_are_learnt_from_by_portions(tmp_path: Path) -> None:
+    """With the experience of one that waits for the whole batch, path by path, and its figures, to rounding; a replay
+    adds the same numbers in the same order. Controls: there are two paths, and portions are no prompts in their order.
+    """
+    runs = []
+    for more in ([], ["rollout.stream.portions=4"]):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(ROOT)
+            patch.syspath_prepend(str(ROOT))
+            runs.append(RunFolder(tmp_path / f"{len(runs)}"))
+            config = load_config(ROOT / "configs" / "calculator.yaml", [*SMALL, *TWICE, *more])
+            train(config, run_folder=str(runs[-1].path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        assert replay(str(runs[1].path), 2).equal
+    for number in (1, 2):
+        files = [run.experience(number) for run in runs]
+        assert sorted(column_names(files[0])) == sorted(column_names(files[1]))
+        for name in ("prompt_tokens", "response_tokens", "loss_mask", *PATHS):
+            waited, streamed = (read_columns(path, [name])[name] for path in files)
+            assert np.array_equal(waited.values_T, streamed.values_T), name
+            assert np.array_equal(waited.offsets_B1, streamed.offsets_B1), name
+        rows = read_rows(str(files[1]), ["advantages"])
+        assert rows.paths is not None and (rows.paths.counts_B == 2).mean() > 0.9
+        figures = [
+            {name: value for name, value in item["metrics"].items() if name.startswith(("actor/", "reward/"))}
+            for run in runs
+            for item in read_metrics(run)
+            if item["iteration"] == number
+        ]
+        for name, value in figures[0].items():
+            if not name.endswith(("_s", "micro_batches", "computed_share", "branched_share")):
+                assert figures[1][name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+    portions = origin_of(runs[1].experience(2))["portions"]
+    assert len(portions) == 4 and sum(portions, []) != list(range(16))
 
 
 @pytest.mark.usefixtures("prefect_harness")

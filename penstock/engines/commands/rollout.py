@@ -94,12 +94,13 @@ class CarriedEpisodes:
 
     seeds_B: np.ndarray  # int64: of the environment's `reset`, by which its episode is known, or NO_SEED
     loss_mask_T: np.ndarray  # uint8: as in `Episodes`
-    turn_ends: Ragged  # int32: how many tokens an episode had at the end of each turn
+    turn_ends: Ragged  # int32: how many tokens an episode had at the end of each turn, its paths one after the other
     owed_B: np.ndarray  # bool: the environment has not answered the last turn, or `reset`
     rewards_B: np.ndarray  # float64; these three are those of the turns so far
     parts_B: list[dict[str, float]]
     failures_B: list[str | None]
-    asked: Asked | None = None  # of agents' episodes that have ended
+    asked: Asked | None = None  # of agents' episodes
+    known_B: list[str] | None = None  # of agents' that go on: a digest of all that their engine knows of each
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from penstock.engines.models.host_activations import HostActivations, keep_on_ho
 from penstock.engines.models.loading import load_causal_lm
 from penstock.engines.models.models import compile_blocks
 from penstock.engines.rollout.engine import Generator
-from penstock.engines.rollout.episodes import EnvironmentHost
+from penstock.engines.rollout.environments.host import EnvironmentHost
 from penstock.engines.training.portions import Portions
 from penstock.engines.training.slot_writer import SlotWriter
 from penstock.engines.training.trainer import Trainer

@@ -12,7 +12,8 @@ from penstock.engines.commands.rollout import EngineResponses, Episodes, Generat
 from penstock.engines.ranks.models import RankModels
 from penstock.engines.ranks.serving.handlers import Later, begins, single_turns
 from penstock.engines.rollout.detokenize import decode
-from penstock.engines.rollout.episodes import Environments, EpisodeLoop, Played
+from penstock.engines.rollout.environments.host import Environments
+from penstock.engines.rollout.episodes import EpisodeLoop, Played
 from penstock.engines.rollout.games.loop import GameLoop
 from penstock.engines.rollout.partial_results import PartialResultSender
 from penstock.engines.rollout.responses import SingleResponses

@@ -15,7 +15,7 @@ Left out: who asks (penstock/environments/agent.py), playing (penstock/engines/r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -27,7 +27,7 @@ from penstock.configs.sections.data import DataConfig
 from penstock.configs.sections.rollout import EnvironmentConfig
 from penstock.data.chat import rendered
 from penstock.engines.rollout.chat import ChatMarkup
-from penstock.engines.rollout.episode import Episode, Placed
+from penstock.engines.rollout.episode import Episode, Placed, spans_of
 from penstock.engines.rollout.paths.places import begun_path, turn_before
 from penstock.environments.gateway.asks import CUT, Ask, SaidCall, Turn
 
@@ -219,6 +219,36 @@ class Agents:
             learnt, number = choice in placed.paths, placed.names.get(choice, 0)
             turns.append(replace(turn, truncated=request.truncated, learnt=learnt, number=number))
         return turns
+
+    # ---- an episode that is played again ---------------------------------------------------------------------------
+
+    def comes_again(self, episode: Episode, number: int, asks: Sequence[Ask]) -> bool:
+        """Whether an agent asks after turn `number` for what it has asked then, alone; 0: in the beginning."""
+        if len(asks) != 1 or asks[0].choices != 1:
+            return False
+        try:
+            if not number:
+                return self.whole(asks[0]) == episode.prompt
+            before = episode.until(episode.turn_ends[number - 1])
+            return self.following(asks[0], before, episode.turn(number)) == episode.observation(number)
+        except NotServed:
+            return False
+
+    def told_again(self, episode: Episode, number: int, ask: Ask, text: str, ends: Collection[int]) -> Turn:
+        """Return a turn of an episode as its agent was told of it.
+
+        Args:
+            text: of its tokens, special tokens left out.
+            ends: tokens that end a turn; one that ends otherwise was cut.
+        """
+        tokens, end = episode.turn(number), episode.turn_ends[number - 1]
+        begin = end - len(tokens)
+        logprobs = episode.logprobs[begin:end] if len(episode.logprobs) == len(episode.tokens) else []
+        turn = self.turn(ask, episode.until(begin), tokens, text)
+        versions = spans_of(episode.versions[begin:end])
+        return replace(turn, logprobs=logprobs, versions=versions, truncated=tokens[-1] not in ends)
+
+    # ---- tokens ----------------------------------------------------------------------------------------------------
 
     def whole(self, ask: Ask) -> list[int]:
         """Return the tokens of a request by itself, whatever it might follow.

@@ -42,6 +42,12 @@ def request_of(carried: CarriedResponses, number: int, owner: Generation, row: i
     )
 
 
+def resumed(before: Request, owner: Generation, row: int) -> Request:
+    """Return what a generation has left of a request as one of another, for which it is `row`."""
+    known = before.tokens[:], before.logprobs[:]
+    return Request(owner, row, time.perf_counter(), *known, versions=before.versions[:])
+
+
 def carried_of(requests: Sequence[Request], ended: Sequence[bool]) -> CarriedResponses:
     """Return what there is of requests, for a later generation to go on with."""
     return CarriedResponses(

@@ -312,7 +312,8 @@ class DecodeLoop:
 def _append(request: Request, tokens: list[int], logprobs: list[float], version: int) -> None:
     if request.version != version:
         request.version = version
-        request.versions.append((len(request.tokens), version))
+        if not request.versions or request.last_version != version:  # it goes on under the policy that began it
+            request.versions.append((len(request.tokens), version))
     request.tokens.fromlist(tokens)
     request.logprobs += logprobs
 

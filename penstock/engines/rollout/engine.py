@@ -41,7 +41,8 @@ from penstock.engines.models.shared_class import kept_as_it_is
 from penstock.engines.rollout import vllm as versions
 from penstock.engines.rollout.batch_sizes import begin_together, capture_sizes, max_sequences, most_at_once
 from penstock.engines.rollout.decode_loop import DecodeLoop, Share
-from penstock.engines.rollout.episodes import Environments, EpisodeLoop
+from penstock.engines.rollout.environments.host import Environments
+from penstock.engines.rollout.episodes import EpisodeLoop
 from penstock.engines.rollout.games.loop import GameLoop
 from penstock.engines.rollout.partial_results import PartialResultSender
 from penstock.engines.rollout.prompt_queue import EnginePlace, place_of, prompt_queue

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import hashlib
 import time
+from array import array
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from penstock.base.ragged import Ragged
-from penstock.engines.commands.rollout import NO_SEED, CarriedEpisodes, CarriedResponses
+from penstock.engines.commands.rollout import NO_SEED, Asked, CarriedEpisodes, CarriedResponses, Paths
 from penstock.engines.rollout.carried import versions_of
-from penstock.engines.rollout.decode_loop import Request
+from penstock.engines.rollout.decode_loop import Generation, Request
 from penstock.environments.gateway.asks import Ask
 from penstock.environments.worker import Reply
 
@@ -38,6 +39,8 @@ class Placed:
         limited: whether they may be shorter than there is room for: the agent asked for that, or others share it.
         paths: by number those that are learnt from, each with the path that it goes on with.
         names: by number what the agent's requests call these, where there are several paths.
+        room: for the tokens of each; 0 before they are drawn.
+        begun: what an earlier generation has left of those that have not ended, by number.
         drawn: what has ended, by number.
     """
 
@@ -47,6 +50,8 @@ class Placed:
     limited: bool = False
     paths: dict[int, Episode] = field(default_factory=dict)
     names: dict[int, int] = field(default_factory=dict)
+    room: int = 0
+    begun: dict[int, Request] = field(default_factory=dict)
     drawn: dict[int, Request] = field(default_factory=dict)
 
     @property
@@ -152,6 +157,14 @@ class Episode:
         known: list[Any] = getattr(self, of)
         return [entry for path in self.paths for entry in getattr(path, of)] if self.branches else known
 
+    @property
+    def joined_turn_ends(self) -> list[int]:
+        """How many tokens there were at the end of each turn, of all paths one after the other."""
+        if not self.branches:
+            return self.turn_ends
+        before = np.cumsum([0, *(len(path.tokens) for path in self.paths)]).tolist()
+        return [first + end for first, path in zip(before, self.paths, strict=False) for end in path.turn_ends]
+
     def until(self, end: int) -> list[int]:
         """Return the prompt, and the first tokens behind it."""
         return self.prompt + self.tokens[:end]
@@ -177,6 +190,28 @@ class Episode:
         self.mask += [1] * len(request.tokens)
         self.logprobs += request.logprobs
         self.versions += versions_of([request]).tolist()
+
+    def left(self, placed: Placed, choice: int, request: Request) -> None:
+        """Keep what there is of an agent's turn that has not ended."""
+        self.drawing -= 1
+        if request.tokens:
+            placed.begun[choice] = request
+
+    def moved(self, row: int, position: int, sample: int) -> None:
+        """Be an episode of another generation."""
+        self.row, self.position, self.sample = row, position, sample
+        self.began, self.prompt_tokens, self.cached_tokens = time.perf_counter(), 0, 0
+
+    def with_begun(self) -> Episode:
+        """Return the episode with what there is of a turn that has not ended, as if an environment played it."""
+        begun = [placed.begun[0] for placed in self.round if 0 in placed.begun and placed.paths.get(0) is self]
+        if not begun:
+            return self
+        whole = replace(
+            self, tokens=self.tokens[:], mask=self.mask[:], logprobs=self.logprobs[:], versions=self.versions[:]
+        )
+        whole.sampled(begun[0])
+        return whole
 
     def observed(self, tokens: list[int], version: int) -> None:
         """Put an observation behind the tokens."""
@@ -215,35 +250,111 @@ class Episode:
         self.tokens, self.mask = carried.tokens.row(number).tolist(), played.loss_mask_T[first:end].tolist()
         self.logprobs, self.versions = carried.logprobs_T[first:end].tolist(), carried.versions_T[first:end].tolist()
         self.turn_ends = played.turn_ends.row(number).tolist()
-        self.turns, self.truncated = len(self.turn_ends), bool(carried.truncated_B[number])
+        self.truncated = bool(carried.truncated_B[number])
+        if played.asked is not None:
+            self.prompt = played.asked.prompts.row(number).tolist()
+            self.unbridged = int(played.asked.unbridged_B[number])
+            if played.asked.paths is not None:
+                self._part(played.asked.paths, number)
+        self.turns = self.drawn
         reward = float(played.rewards_B[number])
         earned = None if np.isnan(reward) else reward
         self.earned = Reply(reward=earned, parts=played.parts_B[number], failure=played.failures_B[number])
 
+    def _part(self, paths: Paths, number: int) -> None:
+        """Give its paths but the first what is theirs of its tokens."""
+        ends, prompts = paths.ends.row(number).tolist(), paths.prompts.row(number).tolist()
+        prompt_ends = paths.prompt_ends.row(number).tolist()
+        known = {of: getattr(self, of) for of in ("tokens", "mask", "logprobs", "versions") if getattr(self, of)}
+        turn_ends = self.turn_ends
+        for place, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+            path = self
+            if place:
+                prompt = prompts[prompt_ends[place - 2] if place > 1 else 0 : prompt_ends[place - 1]]
+                path = Episode(self.row, self.position, self.sample, prompt, self.seed, self.version)
+                self.branches.append(path)
+            path.turn_ends = [turn - first for turn in turn_ends if first < turn <= end]
+            for of, entries in known.items():
+                setattr(path, of, entries[first:end])
 
-def heard(tokens: Sequence[int], turn_ends: Sequence[int]) -> bytes:
+
+def begun_turn(episode: Episode, owner: Generation) -> Placed:
+    """Take what there is of a turn that has not ended off an episode's tokens; return it as a turn to go on with."""
+    ended = episode.turn_ends[-1] if episode.turn_ends else 0
+    first = ended + len(episode.observation(len(episode.turn_ends)))
+    placed = Placed(paths={0: episode})
+    if first < len(episode.tokens):
+        versions, asked_for = episode.versions[first:], len(episode.logprobs) == len(episode.tokens)
+        placed.begun[0] = Request(
+            owner,
+            0,
+            0.0,
+            tokens=array("i", episode.tokens[first:]),
+            logprobs=episode.logprobs[first:] if asked_for else [],
+            versions=spans_of(versions),
+        )
+        for kept in (episode.tokens, episode.mask, episode.logprobs, episode.versions):
+            del kept[first:]
+    return placed
+
+
+def spans_of(versions: Sequence[int]) -> list[tuple[int, int]]:
+    """Return from which token on which policy version sampled."""
+    begins = np.flatnonzero(np.diff(np.asarray(versions), prepend=-2)).tolist()
+    return [(begin, versions[begin]) for begin in begins]
+
+
+def known_of(episode: Episode) -> str:
+    """Return a digest of all that an engine knows of an agent's episode that goes on."""
+    paths = [
+        (path.prompt, path.tokens, path.versions, path.turn_ends, path.own) for path in (episode, *episode.branches)
+    ]
+    under_way = [] if episode.owed else episode.round
+    turns = [(placed.aside, placed.refused, *map(_drawn, (placed.begun, placed.drawn))) for placed in under_way]
+    own = (episode.owed, episode.truncated, episode.unbridged, episode.in_vain, sorted(episode.asides.items()))
+    return hashlib.sha256(repr((paths, turns, own)).encode()).hexdigest()
+
+
+def _drawn(turns: Mapping[int, Request]) -> list[object]:
+    return [(choice, turn.tokens.tolist(), turn.versions) for choice, turn in sorted(turns.items())]
+
+
+def heard(tokens: Sequence[int], turn_ends: Sequence[int]) -> str:
     """Return a digest of what an environment was told of an episode, and answered."""
     known = tokens[: turn_ends[-1]] if len(turn_ends) else []
     digest = hashlib.sha256(np.asarray([len(turn_ends), *turn_ends], np.int64).tobytes())
     digest.update(np.asarray(known, np.int64).tobytes())
-    return digest.digest()
+    return digest.hexdigest()
 
 
-def under_way(carried: CarriedResponses | None) -> dict[int, bytes]:
-    """Return the seeds of carried episodes that have begun and not ended, and what their environments have heard."""
+def under_way(carried: CarriedResponses | None) -> dict[int, str]:
+    """Return the seeds of carried episodes that have begun and not ended, and a digest of how far each is.
+
+    Of an environment it is what that has heard, since a turn under way is carried; of an agent all that is known.
+    """
     if carried is None or carried.episodes is None:
         return {}
-    seeds_B, ends = carried.episodes.seeds_B, carried.episodes.turn_ends
+    seeds_B, ends, known_B = carried.episodes.seeds_B, carried.episodes.turn_ends, carried.episodes.known_B
     rows = np.flatnonzero((seeds_B != NO_SEED) & ~carried.ended_B).tolist()
+    if known_B is not None:
+        return {int(seeds_B[row]): known_B[row] for row in rows}
     return {int(seeds_B[row]): heard(carried.tokens.row(row).tolist(), ends.row(row).tolist()) for row in rows}
 
 
-def carried_episodes(episodes: Sequence[Episode], ended: Sequence[bool], logprobs: bool) -> CarriedResponses:
+def carried_episodes(
+    episodes: Sequence[Episode], ended: Sequence[bool], logprobs: bool, asked: Asked | None = None
+) -> CarriedResponses:
     """Return what there is of episodes, for a later generation to go on with.
 
     Args:
         logprobs: whether they were asked for.
+        asked: what agents bring.
     """
+    known_B = None
+    if asked is not None and not all(ended):
+        known_B = ["" if over else known_of(episode) for episode, over in zip(episodes, ended, strict=True)]
+    if asked is not None and asked.paths is None:
+        episodes = [episode.with_begun() for episode in episodes]
     known = [episode.joined("logprobs") for episode in episodes] if logprobs else []
     rewards = [np.nan if episode.earned.reward is None else episode.earned.reward for episode in episodes]
     return CarriedResponses(
@@ -255,10 +366,12 @@ def carried_episodes(episodes: Sequence[Episode], ended: Sequence[bool], logprob
         episodes=CarriedEpisodes(
             seeds_B=np.asarray([episode.seed for episode in episodes], np.int64),
             loss_mask_T=Ragged.of([episode.joined("mask") for episode in episodes], np.uint8).values_T,
-            turn_ends=Ragged.of([episode.turn_ends for episode in episodes], np.int32),
+            turn_ends=Ragged.of([episode.joined_turn_ends for episode in episodes], np.int32),
             owed_B=np.asarray([episode.owed for episode in episodes], bool),
             rewards_B=np.asarray(rewards, np.float64),
             parts_B=[episode.earned.parts for episode in episodes],
             failures_B=[episode.earned.failure for episode in episodes],
+            asked=asked,
+            known_B=known_B,
         ),
     )

@@ -29,74 +29,39 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
-from penstock.configs.sections.data import DataConfig
-from penstock.configs.sections.rollout import EnvironmentConfig
-from penstock.data.prompts import PromptTable
 from penstock.engines.commands.rollout import NO_SEED, Asked, CarriedResponses
-from penstock.engines.rollout.agents import Agents, agents_of
-from penstock.engines.rollout.chat import ChatMarkup
+from penstock.engines.rollout.agents import Agents
+from penstock.engines.rollout.carried import resumed
 from penstock.engines.rollout.decode_loop import DecodeLoop, Request, Share
 from penstock.engines.rollout.detokenize import decode
-from penstock.engines.rollout.episode import Episode, Placed, carried_episodes, heard, under_way
+from penstock.engines.rollout.environments.host import Alive, Environments
+from penstock.engines.rollout.episode import (
+    Episode,
+    Placed,
+    begun_turn,
+    carried_episodes,
+    heard,
+    known_of,
+    under_way,
+)
 from penstock.engines.rollout.partial_results import EndedResponse, PartialResultSender
 from penstock.engines.rollout.paths.places import paths_of, used_up
 from penstock.engines.rollout.responses import Generated, Left
 from penstock.environments.gateway.asks import Ask
-from penstock.environments.pool import Asking, EnvironmentPool
+from penstock.environments.pool import Asking
 from penstock.environments.worker import Call, Reply
 
 NOT_BRIDGED = "a turn with tool calls did not end as the chat template ends turns, so the results cannot follow it"
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Players:
-    """The agents of a game.
-
-    Attributes:
-        names: in the order of their numbers.
-        served: how what they are shown becomes tokens.
-        chat: whether that is a user's message of a chat; else a text that goes on.
-    """
-
-    names: tuple[str, ...]
-    served: Agents
-    chat: bool
-
-
-@dataclass(frozen=True)
-class Environments:
-    """Who plays with the policy, and by which rules.
-
-    Attributes:
-        chat: the markup of turns, where the environment has tools.
-        agents: how they are served, where agents ask the policy.
-        players: those of a game, which penstock/engines/rollout/games/ plays.
-        live: the seeds of episodes that a generation has left, and what their environments have heard; they are in the
-            pool.
-    """
-
-    pool: EnvironmentPool
-    rows_P: Sequence[Mapping[str, Any]]  # the data row of every prompt
-    tokenizer: Any
-    stop_tokens: list[int]  # that end a turn, besides the model's own
-    max_turns: int
-    chat: ChatMarkup | None = None
-    live: dict[int, bytes] = field(default_factory=dict)
-    agents: Agents | None = None
-    players: Players | None = None
 
 
 @dataclass(frozen=True)
@@ -112,50 +77,17 @@ class Played(Generated):
 
 @dataclass(frozen=True)
 class _Drawn:
-    """Whose turn a request of the decode loop is."""
+    """Whose turn a request of the decode loop is, and how many tokens of it there were before."""
 
     episode: Episode
     placed: Placed
     choice: int
+    before: int = 0
 
 
 def turn_seed(seed: Sequence[int], position: int, sample: int, *turn: int) -> int:
     """Return the seed of a turn, 63 bits; turn 0 is the environment's `reset`, what follows a 0 is beside the turns."""
     return int(np.random.SeedSequence([*seed, position, sample, *turn]).generate_state(1, np.uint64)[0]) >> 1
-
-
-def stop_tokens(tokenizer: Any, stop: Sequence[str]) -> list[int]:
-    """Return the tokens that end a turn: all whose text contains one of `stop`.
-
-    Raises:
-        UserError: a text is no single token.
-    """
-    if not stop:
-        return []
-    found = set()
-    for text in stop:
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(tokens) != 1 or tokens[0] == tokenizer.unk_token_id:
-            raise UserError(
-                f"the environment ends turns at {text!r}, which is no single token of the model",
-                "end a turn at a character or token that the tokenizer has, or let the model end it by end-of-sequence",
-            )
-        found.add(tokens[0])
-    count = len(tokenizer)
-    texts = decode(tokenizer, Ragged(np.arange(count), np.arange(count + 1)))
-    return sorted(found | {token for token, text in enumerate(texts) if any(part in text for part in stop)})
-
-
-def _of_episodes(logprobs: bool, asking: Any, ended: Sequence[Episode]) -> CarriedResponses:
-    """Gather episodes that have ended.
-
-    Args:
-        asking: the tokenizer, where agents bring the prompts.
-    """
-    gathered = carried_episodes(ended, [True] * len(ended), logprobs)
-    if asking is None or gathered.episodes is None:
-        return gathered
-    return replace(gathered, episodes=replace(gathered.episodes, asked=asked_of(ended, asking)))
 
 
 class EpisodeLoop:
@@ -217,9 +149,7 @@ class EpisodeLoop:
         complete, self._complete = sorted(self._complete), []
         self._counted.update(self._share.quota.count(complete))
         if self._sender is not None:
-            asking = None if self._environments.agents is None else self._environments.tokenizer
-            gather = partial(_of_episodes, self._share.sampling.logprobs, asking)
-            self._sender.send(self._untold, at_once=self.ended, gather=gather)
+            self._sender.send(self._untold, at_once=self.ended, gather=self._gathered)
         if not ended:
             return
         episodes = []
@@ -244,8 +174,12 @@ class EpisodeLoop:
         self._given_up = tokens
         if self._carries:
             for request in requests:
-                self._drawn[request.row].episode.sampled(request)
-                self._given_up -= len(request.tokens)
+                drawn = self._drawn[request.row]
+                self._given_up -= len(request.tokens) - drawn.before
+                if self._environments.agents is None:
+                    drawn.episode.sampled(request)
+                else:
+                    drawn.episode.left(drawn.placed, drawn.choice, request)
 
     def generated(self) -> Played:
         """Return the episodes that count, once the generation has ended."""
@@ -279,7 +213,12 @@ class EpisodeLoop:
             asked=self._asked(episodes),
         )
 
-    def _asked(self, episodes: list[Episode]) -> Asked | None:
+    def _gathered(self, episodes: Sequence[Episode], ended: Sequence[bool] | None = None) -> CarriedResponses:
+        """Return what there is of episodes; all have ended unless told otherwise."""
+        ended = [True] * len(episodes) if ended is None else ended
+        return carried_episodes(episodes, ended, self._share.sampling.logprobs, self._asked(episodes))
+
+    def _asked(self, episodes: Sequence[Episode]) -> Asked | None:
         agents = self._environments.agents
         if agents is None:
             return None
@@ -294,7 +233,7 @@ class EpisodeLoop:
     def _let_others_go(self) -> None:
         """Abandon what earlier generations have left and this one does not go on with."""
         wanted, live = under_way(self._share.carried), self._environments.live
-        others = [seed for seed, known in live.items() if wanted.get(seed) != known]
+        others = [seed for seed, alive in live.items() if wanted.get(seed) != alive.known]
         self._environments.pool.abandon([str(seed) for seed in others])
         for seed in others:
             del live[seed]
@@ -307,8 +246,15 @@ class EpisodeLoop:
         if carried.ended_B[number]:
             self._over(episode)
             return
+        alive = self._environments.live.pop(episode.seed, None)
+        if self._environments.agents is not None:
+            if alive is None and (episode.unbridged or self._environments.agents.max_paths > 1):
+                _log.warning("an agent's episode that was carried over had turns that are not kept: it begins anew")
+                self._begin_anew(episode, episode.version)
+                return
+            episode = self._agent_goes_on(episode, alive)
         self._live[episode.name] = episode
-        if self._environments.live.pop(episode.seed, None) is None:
+        if alive is None:
             episode.replayed = 0
             self._reset(episode)
         elif episode.owed:
@@ -316,13 +262,36 @@ class EpisodeLoop:
         else:
             self._ready.append(episode)
 
+    def _agent_goes_on(self, episode: Episode, alive: Alive | None) -> Episode:
+        """Return an agent's episode with the turns that are under way.
+
+        Args:
+            episode: as it was carried.
+            alive: the one that this engine has left, whose agent waits for its answers.
+        """
+        if alive is None:
+            episode.round = [begun_turn(episode, self)]
+            return episode
+        alive.episode.moved(episode.row, episode.position, episode.sample)
+        self._episodes[episode.row] = alive.episode
+        for placed in alive.episode.round:
+            for request in placed.drawn.values():  # known here by the numbers of another generation
+                request.owner, request.row = self, next(self._numbers)
+        return alive.episode
+
+    def _is_as_before(self, episode: Episode, turn: int, reply: Reply) -> bool:
+        """Whether an environment that is played again answered a turn with what the policy has read."""
+        if reply.failure is not None or reply.done:
+            return False
+        if (agents := self._environments.agents) is not None:
+            return agents.comes_again(episode, turn, reply.asks)
+        return self._observation(episode.turn(turn) if turn else [], reply) == episode.observation(turn)
+
     def _play_again(self, episode: Episode, reply: Reply, version: int) -> None:
         """Tell an environment the next turn if it answered what the policy has read; else the episode begins anew."""
         turn = episode.replayed
         assert turn is not None
-        as_before = reply.failure is None and not reply.done
-        heard_by_turn = [] if turn == 0 else episode.turn(turn)
-        if not as_before or self._observation(heard_by_turn, reply) != episode.observation(turn):
+        if not self._is_as_before(episode, turn, reply):
             _log.warning(
                 "the environment of an episode that was carried over was played again and answered otherwise after "
                 "%d turns (%s): the episode begins anew",
@@ -332,15 +301,29 @@ class EpisodeLoop:
             self._begin_anew(episode, version)
         elif turn == len(episode.turn_ends):
             episode.replayed = None
+            for placed in episode.round:
+                (placed.ask,) = reply.asks
             self._ready.append(episode)
         else:
             episode.replayed = turn = turn + 1
-            (call,) = self._calls([episode], [episode.turn(turn)])
             last = turn == len(episode.turn_ends) and episode.owed and self._is_last(episode)
-            self._asking.ask(replace(call, last=last))
+            self._asking.ask(replace(self._call_again(episode, turn, reply), last=last))
+
+    def _call_again(self, episode: Episode, turn: int, reply: Reply) -> Call:
+        agents = self._environments.agents
+        if agents is None:
+            (call,) = self._calls([episode], [episode.turn(turn)])
+            return call
+        (text,) = decode(self._environments.tokenizer, Ragged.of([episode.turn(turn)], np.int32))
+        (ask,) = reply.asks
+        told = agents.told_again(episode, turn, ask, text, self._share.parameters.stop_token_ids)
+        return Call(episode.name, turns=[[told]])
 
     def _begin_anew(self, episode: Episode, version: int) -> None:
-        fresh = Episode(episode.row, episode.position, episode.sample, episode.prompt, episode.seed, version)
+        if self._environments.agents is not None:
+            self._environments.pool.abandon([episode.name])  # it waits for an answer
+        prompt = self._share.prompts.row(episode.position).tolist()
+        fresh = Episode(episode.row, episode.position, episode.sample, prompt, episode.seed, version)
         self._episodes[episode.row] = self._live[episode.name] = fresh
         self._reset(fresh)
 
@@ -351,14 +334,16 @@ class EpisodeLoop:
             return None
         caught_up = [episode for episode in self._live.values() if episode.replayed is None]
         self._environments.pool.abandon(self._live.keys() - {episode.name for episode in caught_up})
-        known = {episode.seed: heard(episode.tokens, episode.turn_ends) for episode in caught_up}
-        self._environments.live.update(known)
+        for episode in caught_up:
+            of_agent = self._environments.agents is not None
+            known = known_of(episode) if of_agent else heard(episode.tokens, episode.turn_ends)
+            self._environments.live[episode.seed] = Alive(episode, known)
         positions = [position for position in self._left if position not in self._counted]
         by_place = {(episode.position, episode.sample): episode for episode in self._episodes}
         samples = range(self._share.sampling.samples)
         episodes = [by_place[position, sample] for position in positions for sample in samples]
         ended = [episode.name not in self._live for episode in episodes]
-        return Left(np.asarray(positions, np.int64), carried_episodes(episodes, ended, self._share.sampling.logprobs))
+        return Left(np.asarray(positions, np.int64), self._gathered(episodes, ended))
 
     # ---- the environments' turn ----------------------------------------------------------------------------------
 
@@ -492,23 +477,41 @@ class EpisodeLoop:
     def _draw(self, loop: DecodeLoop, episode: Episode, placed: Placed) -> None:
         share, limit, agents = self._share, self._share.sampling.max_tokens, self._environments.agents
         parameters = copy.copy(share.parameters)
-        room = limit - len(episode.tokens) if agents is None else agents.room(episode, placed, limit)
-        wanted = room if placed.ask is None else placed.ask.max_tokens or room
-        shared = sum(len(other.paths) for other in episode.round) > 1
-        parameters.max_tokens, placed.limited = min(room, wanted), wanted < room or shared
+        if not placed.room:
+            room = limit - len(episode.tokens) if agents is None else agents.room(episode, placed, limit)
+            wanted = room if placed.ask is None else placed.ask.max_tokens or room
+            shared = sum(len(other.paths) for other in episode.round) > 1
+            placed.room, placed.limited = min(room, wanted), wanted < room or shared
+        parameters.max_tokens = placed.room
         prompt = placed.prompt
         names: dict[str, int] = {}
         seeds: list[int] = []
-        for choice in range(placed.choices):
+        missing = [choice for choice in range(placed.choices) if choice not in placed.drawn]
+        for choice in missing:
             episode.turns += 1
             row = next(self._numbers)
-            self._drawn[row] = _Drawn(episode, placed, choice)
-            names[f"{share.number}-{_place(episode)}-{episode.turns}"] = row
-            seeds.append(self._seed(episode, prompt, placed.paths.get(choice) is episode))
-        episode.drawing += placed.choices
-        episode.prompt_tokens += placed.choices * len(prompt)
+            name, begun = f"{share.number}-{_place(episode)}-{episode.turns}", placed.begun.pop(choice, None)
+            self._drawn[row] = _Drawn(episode, placed, choice, 0 if begun is None else len(begun.tokens))
+            seed = self._seed(episode, prompt, placed.paths.get(choice) is episode)
+            if begun is not None:
+                self._draw_rest(loop, resumed(begun, self, row), name, prompt, parameters, seed)
+                episode.prompt_tokens += len(begun.tokens)
+                continue
+            names[name] = row
+            seeds.append(seed)
+        episode.drawing += len(missing)
+        episode.prompt_tokens += len(missing) * len(prompt)
         own_seeds, images = seeds if share.own_streams else None, share.images(episode.position)
-        loop.request(self, names, prompt, parameters, own_seeds, images)
+        if names:
+            loop.request(self, names, prompt, parameters, own_seeds, images)
+
+    def _draw_rest(
+        self, loop: DecodeLoop, request: Request, name: str, prompt: list[int], parameters: Any, seed: int
+    ) -> None:
+        """Hand in a turn of an agent that an earlier generation has begun."""
+        rest = copy.copy(parameters)
+        rest.max_tokens = parameters.max_tokens - len(request.tokens)
+        loop.go_on(request, name, prompt, rest, seed if self._share.own_streams else None)
 
     def _seed(self, episode: Episode, prompt: list[int], goes_on: bool) -> int:
         """Return the seed of a turn: of its first path's next by its number, of one beside that by what it follows.
@@ -534,59 +537,3 @@ def asked_of(episodes: Sequence[Episode], tokenizer: Any) -> Asked:
 
 def _place(episode: Episode) -> str:
     return f"{episode.position}-{episode.sample}"
-
-
-@dataclass
-class EnvironmentHost:
-    """Starts the worker processes at the first generation; keeps the data rows of the prompts that it has seen.
-
-    Attributes:
-        live: as in `Environments`.
-    """
-
-    pool: EnvironmentPool | None = None
-    stop: list[int] = field(default_factory=list)
-    chat: ChatMarkup | None = None
-    agents: Agents | None = None
-    rows: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    live: dict[int, bytes] = field(default_factory=dict)
-
-    def open(
-        self,
-        config: EnvironmentConfig,
-        tokenizer: Any,
-        table: str,
-        prompt_ids: list[str],
-        data: DataConfig,
-    ) -> Environments:
-        """Return what plays with the policy from the given prompts of a prompt table.
-
-        Raises:
-            UserError: the environment does not load, or ends turns at what is no token.
-        """
-        if self.pool is None:
-            self.pool = EnvironmentPool(config, run=Path(table).parent.parent)
-            self.stop = stop_tokens(tokenizer, self.pool.stop)
-            if self.pool.has_tools:
-                self.chat = ChatMarkup(tokenizer, data.chat_arguments, config.tool_parser)
-                self.stop = [self.chat.end_of_turn]
-            if self.pool.is_agent or config.agents:
-                self.agents = agents_of(tokenizer, config, data)
-                chats = self.pool.is_agent or data.chat  # a game of texts asks nothing of the template
-                if chats and self.agents.chat is not None:
-                    self.stop = sorted({*self.stop, self.agents.chat.end_of_turn})
-        if table not in self.rows:
-            self.rows[table] = PromptTable.load(Path(table)).rows()
-        rows = self.rows[table]
-        rows_P = [rows[name] for name in prompt_ids]
-        players = None
-        if config.agents is not None and self.agents is not None:
-            players = Players(tuple(config.agents), self.agents, data.chat)
-        return Environments(
-            self.pool, rows_P, tokenizer, self.stop, config.max_turns, self.chat, self.live, self.agents, players
-        )
-
-    def close(self) -> None:
-        """End the worker processes."""
-        if self.pool is not None:
-            self.pool.close()

@@ -22,10 +22,17 @@ import numpy as np
 from prefect import get_run_logger
 
 from penstock.base.ragged import Ragged
-from penstock.engines.commands.rollout import NO_SEED, CarriedEpisodes, CarriedResponses, EngineResponses
+from penstock.engines.commands.rollout import (
+    NO_SEED,
+    Asked,
+    CarriedEpisodes,
+    CarriedResponses,
+    EngineResponses,
+    Paths,
+)
 from penstock.session.session import Training
 from penstock.state.deferred import Deferred
-from penstock.state.experience import column_names, read_columns, write_columns
+from penstock.state.experience import PATHS, column_names, read_columns, write_columns
 from penstock.state.run_folder import RunFolder
 
 ROW = "row"  # column: of the response's prompt, in the table of prompts
@@ -85,6 +92,10 @@ def _read(path: Path) -> CarriedResponses:
 
 
 def _episodes_in(columns: Mapping[str, Any]) -> CarriedEpisodes:
+    asked = None
+    if "unbridged" in columns:
+        paths = Paths(*(columns[name] for name in PATHS)) if PATHS[0] in columns else None
+        asked = Asked(columns["prompt_tokens"], list(columns["prompt"]), columns["unbridged"], paths)
     return CarriedEpisodes(
         seeds_B=columns["seed"],
         loss_mask_T=columns["loss_mask"].values_T,
@@ -93,6 +104,8 @@ def _episodes_in(columns: Mapping[str, Any]) -> CarriedEpisodes:
         rewards_B=columns["reward"],
         parts_B=[json.loads(parts) for parts in columns["reward_parts"]],
         failures_B=list(columns["failure"]),
+        asked=asked,
+        known_B=list(columns["known"]) if "known" in columns else None,
     )
 
 
@@ -123,7 +136,18 @@ def _columns(left: CarriedResponses) -> dict[str, Any]:
         "reward": left.episodes.rewards_B,
         "reward_parts": [json.dumps(parts) for parts in left.episodes.parts_B],
         "failure": left.episodes.failures_B,
+        **_asked_columns(left.episodes),
     }
+
+
+def _asked_columns(episodes: CarriedEpisodes) -> dict[str, Any]:
+    """Return the columns that agents' episodes have besides."""
+    if episodes.asked is None:
+        return {}
+    asked, paths = episodes.asked, episodes.asked.paths
+    parts = {} if paths is None else dict(zip(PATHS, (paths.ends, paths.prompts, paths.prompt_ends), strict=True))
+    known = {} if episodes.known_B is None else {"known": episodes.known_B}
+    return {"prompt_tokens": asked.prompts, "prompt": asked.texts_B, "unbridged": asked.unbridged_B, **parts, **known}
 
 
 def logprobs_of(responses: CarriedResponses) -> Ragged:
@@ -199,7 +223,7 @@ def taken(parts: Sequence[CarriedResponses], rows_B: np.ndarray) -> CarriedRespo
 
 
 def _taken_episodes(parts: Sequence[CarriedEpisodes], loss_mask_T: np.ndarray, rows_B: np.ndarray) -> CarriedEpisodes:
-    assert all(part.asked is None for part in parts), "agents' episodes are not carried"
+    known = [known for part in parts for known in part.known_B or [""] * len(part.seeds_B)]
     earned = [pair for part in parts for pair in zip(part.parts_B, part.failures_B, strict=True)]
     return CarriedEpisodes(
         seeds_B=np.concatenate([part.seeds_B for part in parts])[rows_B],
@@ -209,7 +233,38 @@ def _taken_episodes(parts: Sequence[CarriedEpisodes], loss_mask_T: np.ndarray, r
         rewards_B=np.concatenate([part.rewards_B for part in parts])[rows_B],
         parts_B=[earned[row][0] for row in rows_B],
         failures_B=[earned[row][1] for row in rows_B],
+        asked=_taken_asked(parts, rows_B),
+        known_B=[known[row] for row in rows_B] if any(known) else None,
     )
+
+
+def _taken_asked(parts: Sequence[CarriedEpisodes], rows_B: np.ndarray) -> Asked | None:
+    """Return what agents bring at some rows of all parts; nothing of episodes that have not begun."""
+    given = [part.asked for part in parts if part.asked is not None]
+    if not given:
+        return None
+    several = any(asked.paths is not None for asked in given)
+    asked = [part.asked or _nothing_asked(len(part.seeds_B), several) for part in parts]
+    texts = [text for part in asked for text in part.texts_B]
+    paths = [part.paths for part in asked if part.paths is not None]
+    return Asked(
+        Ragged.concatenated([part.prompts for part in asked]).take(rows_B),
+        [texts[row] for row in rows_B.tolist()],
+        np.concatenate([part.unbridged_B for part in asked])[rows_B],
+        Paths(
+            *(
+                Ragged.concatenated(columns).take(rows_B)
+                for columns in zip(*((part.ends, part.prompts, part.prompt_ends) for part in paths), strict=True)
+            )
+        )
+        if paths
+        else None,
+    )
+
+
+def _nothing_asked(episodes: int, several: bool) -> Asked:
+    none, one = Ragged.of([[]] * episodes, np.int32), Ragged.of([[0]] * episodes, np.int32)
+    return Asked(none, [""] * episodes, np.zeros(episodes, np.int64), Paths(one, none, none) if several else None)
 
 
 def staleness_figures(policy_version: int, versions: Ragged | None, loss_mask: Ragged) -> dict[str, float]:

@@ -57,21 +57,26 @@ def test_the_environment_is_loaded_before_anything_starts() -> None:
         check_environment(TrainConfig(environment={**GAME, "settings": {"bonus": 0.1}}))
 
 
-def test_an_agents_episodes_wait_for_the_others() -> None:
-    """Neither carried, nor ahead of the update. Control: an environment's may, and an agent's may wait in the tail, or
-    be learnt from by portions, with one path.
+def test_agents_do_not_go_with_what_nobody_has_compared() -> None:
+    """Further rounds that go on with them, and several paths where one waits for no others. Controls: without the one
+    or the other they do; an environment goes with further rounds.
     """
     agent = {"type": "penstock.environments.calculator:CalculatorAgent"}
     apart = {"groups": {"a": {"roles": ["actor"]}, "b": {"roles": ["rollout"]}}}
     portions, ahead = [({"prompts": 8, "stream": {"staleness": staleness}}, apart) for staleness in (0, 1)]
+    refusing = {"algorithm": {"name": "grpo", "dynamic_sampling": {}}}
+    for rollout, sections in (({"tail": {}}, {}), ({"carry": {}}, {}), ahead):
+        check_environment(TrainConfig(environment=agent, rollout=rollout, **sections))
+        check_environment(TrainConfig(environment=GAME, rollout=rollout, **sections, **refusing))
+        with pytest.raises(UserError, match="CalculatorAgent' asks the policy for its turns, and nobody has compared"):
+            check_environment(TrainConfig(environment=agent, rollout=rollout, **sections, **refusing))
     for rollout, sections in (({"carry": {}}, {}), ahead):
-        with pytest.raises(UserError, match="CalculatorAgent' asks the policy for its turns, and such an episode can"):
-            check_environment(TrainConfig(environment=agent, rollout=rollout, **sections))
-        check_environment(TrainConfig(environment=GAME, rollout=rollout, **sections))
-    check_environment(TrainConfig(environment=agent, rollout={"tail": {}}))
-    check_environment(TrainConfig(environment=agent, rollout=portions[0], **portions[1]))
-    with pytest.raises(UserError, match="'environment.max_paths' is above 1"):
-        check_environment(TrainConfig(environment={**agent, "max_paths": 2}, rollout=portions[0], **portions[1]))
+        check_environment(TrainConfig(environment=agent, rollout=rollout, **sections))
+        with pytest.raises(UserError, match="'environment.max_paths' is above 1"):
+            check_environment(TrainConfig(environment={**agent, "max_paths": 2}, rollout=rollout, **sections))
+    for rollout, sections in (({"tail": {}}, {}), portions):
+        check_environment(TrainConfig(environment={**agent, "max_paths": 2}, rollout=rollout, **sections))
+    check_environment(TrainConfig(environment=agent, **refusing))
 
 
 @pytest.mark.parametrize("name", ["calculator", "checked_sums"])

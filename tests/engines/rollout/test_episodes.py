@@ -17,7 +17,8 @@ from penstock.base.ragged import Ragged
 from penstock.engines.batches.packing import Rows
 from penstock.engines.commands.message import decode_reply
 from penstock.engines.commands.rollout import EngineResponses, Generate
-from penstock.engines.rollout.episodes import stop_tokens, turn_seed
+from penstock.engines.rollout.environments.host import stop_tokens
+from penstock.engines.rollout.episodes import turn_seed
 from tests.engines.played_prompts import save_prompts
 from tests.engines.playground import Playground
 from tests.engines.rows import LOSS, SPLIT, gathered, with_columns, write_rows

@@ -24,8 +24,9 @@ from penstock.base.ragged import Ragged
 from penstock.engines.rollout.agents import NotServed
 from penstock.engines.rollout.decode_loop import DecodeLoop, Request, Share
 from penstock.engines.rollout.detokenize import decode
+from penstock.engines.rollout.environments.host import Environments, Players
 from penstock.engines.rollout.episode import Episode
-from penstock.engines.rollout.episodes import Environments, Played, Players, asked_of, turn_seed
+from penstock.engines.rollout.episodes import Played, asked_of, turn_seed
 from penstock.environments.gateway.asks import Ask
 from penstock.environments.pool import Asking
 from penstock.environments.worker import Call, Reply

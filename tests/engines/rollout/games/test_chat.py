@@ -14,8 +14,8 @@ from penstock.configs.sections.data import DataConfig
 from penstock.configs.sections.rollout import EnvironmentConfig
 from penstock.data.tokenizer import load_tokenizer
 from penstock.engines.rollout.agents import Agents, NotServed
+from penstock.engines.rollout.environments.host import EnvironmentHost, Players
 from penstock.engines.rollout.episode import Episode
-from penstock.engines.rollout.episodes import EnvironmentHost, Players
 from penstock.engines.rollout.games.loop import NOT_FOLLOWED, GameLoop
 from tests.chat.model import TEMPLATE, make_chat_tokenizer
 

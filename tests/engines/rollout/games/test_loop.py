@@ -15,8 +15,8 @@ from transformers import AutoTokenizer
 from penstock.base.ragged import Ragged
 from penstock.engines.commands.message import decode_reply
 from penstock.engines.commands.rollout import EngineResponses, Generate
+from penstock.engines.rollout.environments.host import Players
 from penstock.engines.rollout.episode import Episode
-from penstock.engines.rollout.episodes import Players
 from penstock.engines.rollout.games.loop import Game, GameLoop
 from penstock.environments.worker import Reply
 from tests.engines.played_prompts import save_prompts

@@ -1,0 +1,1 @@
+"""What the rollout engine knows of environments."""
