@@ -15,6 +15,11 @@ console = Console(width=None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL)
 errors = Console(stderr=True)
 
 
+def say(text: str) -> None:
+    """Print text as it is: no markup, no colours of its own, not folded."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
 def escaped(text: str) -> str:
     from rich.markup import escape
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,36 @@ class Sampler:
                 "return as many integers as its argument `count` says",
             )
         return rows.astype(np.int64)
+
+
+Drawn = tuple[np.ndarray, np.ndarray]  # rows of the table, int64, and their mean rewards, float64
+
+
+@dataclass
+class PromptDraws:
+    """What a training has drawn of its prompts, and by which sampler.
+
+    Attributes:
+        sampler: the sampler.
+        ids: prompt ids, in the order of the table.
+        drawn: prompts and rewards by iteration and rollout within it (0: the first).
+        repeats: whether a user's sampler was seen to give the same draw twice.
+    """
+
+    sampler: Sampler
+    ids: pd.Index[str]
+    drawn: dict[int, dict[int, Drawn]] = field(default_factory=dict)
+    repeats: bool = False
+
+    def history(self) -> PromptHistory:
+        """Everything drawn and scored so far."""
+        parts = [(iteration, *drawn) for iteration, rollouts in self.drawn.items() for drawn in rollouts.values()]
+        iterations, rows, rewards = zip(*parts, strict=True) if parts else ((), (), ())
+        return PromptHistory(
+            np.concatenate([np.empty(0, np.int64), *rows]),
+            np.repeat(np.asarray(iterations, np.int64), [len(part) for part in rows]),
+            np.concatenate([np.empty(0), *rewards]),
+        )
 
 
 def load_sampler(config: SamplerConfig) -> Sampler:

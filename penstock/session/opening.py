@@ -33,6 +33,7 @@ from penstock.checks.memory import (
 from penstock.checks.preferences import check_preferences
 from penstock.checks.tokenized import check_tokenized
 from penstock.checks.training import check_inputs, check_supervised
+from penstock.configs.idle import idle_settings, idle_steps
 from penstock.configs.loading.resuming import OF_PAIRS, OF_SFT, OF_TRAIN, Resumable, course_changes, resumed_config
 from penstock.configs.preference import PairConfig, PreferenceConfig, RewardModelConfig
 from penstock.configs.schema import TrainConfig
@@ -53,7 +54,7 @@ from penstock.session.settings import offer_overrides
 from penstock.state.digests import Damaged
 from penstock.state.events import append_flow_lost
 from penstock.state.manifest import ANEW, check_kind, check_resumable, completed, ended, read_progress
-from penstock.state.mending import mend
+from penstock.state.mending import checkpoint_named, mend
 from penstock.state.run_folder import RunFolder, check_free, locked, new_run_folder, open_run_folder
 
 LEAST_TOGETHER = 256  # tokens: a row is never cut, and most are longer
@@ -74,6 +75,7 @@ class Kind(Generic[Tree]):
         model: what its runs leave, by its name under `models/`.
         in_steps: a run counts optimizer steps, in `finetuning/`, and no iterations.
         first: called before a new folder gets its configuration, which makes it a run.
+        idle: says what of the given settings such a run never reaches.
         suffix: end of the name of a folder that is made because none is given.
     """
 
@@ -85,6 +87,7 @@ class Kind(Generic[Tree]):
     model: str = "final"
     in_steps: bool = True
     first: Callable[[RunFolder], object] = lambda _: None
+    idle: Callable[[Tree], list[str]] = idle_steps
     suffix: str = ""
 
     def counted(self, run: RunFolder) -> RunFolder:
@@ -100,7 +103,16 @@ def _memory_of_sft(config: TrainConfig, elsewhere: Elsewhere) -> list[GroupEstim
     return check_finetuning_memory(config, "sft", elsewhere=elsewhere)
 
 
-TRAIN = Kind("train", TrainConfig, check_inputs, check_memory, OF_TRAIN, in_steps=False, first=offer_overrides)
+TRAIN = Kind(
+    "train",
+    TrainConfig,
+    check_inputs,
+    check_memory,
+    OF_TRAIN,
+    in_steps=False,
+    first=offer_overrides,
+    idle=idle_settings,
+)
 SFT = Kind("sft", TrainConfig, check_supervised, _memory_of_sft, OF_SFT, model="sft", suffix="-sft")
 PREFERENCE = Kind("preference", PreferenceConfig, check_preferences, _memory_of_pairs, OF_PAIRS)
 REWARD_MODEL = Kind("reward-model", RewardModelConfig, check_preferences, _memory_of_pairs, OF_PAIRS)
@@ -296,6 +308,8 @@ def _begun(kind: Kind[Tree], config: Tree, folder: str | None) -> Iterator[RunFo
         check_free(run.path)  # another process may have begun since the folder was made
         kind.first(run)
         write_config(run, config)
+        for sentence in kind.idle(config):  # of a run that goes on all values are given, also defaults
+            get_run_logger().warning("%s", sentence)
         yield run
 
 
@@ -360,6 +374,8 @@ def left_as_it_is(kind: Kind[Tree], resume: Resume | None) -> RunFolder | None:
 
 def _checked(kind: Kind[Tree], resume: Resume) -> Tree:
     with reading_once():
+        if resume.start:
+            checkpoint_named(resume.run, resume.start)
         config = _changed(kind, resume)
         kind.check(config)
         check_tokenized(resume.run, config)

@@ -16,8 +16,6 @@ from itertools import accumulate, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
-import numpy as np
-import pandas as pd
 from pydantic import BaseModel
 
 from penstock.base.errors import UserError
@@ -27,7 +25,7 @@ from penstock.configs.loading.load import load_saved, to_yaml
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.run import Role
 from penstock.configs.tree.section import Recipe
-from penstock.data.samplers import PromptHistory, Sampler
+from penstock.data.samplers import PromptDraws
 from penstock.engines.commands.build import Build, Built
 from penstock.engines.commands.hosts import HostFacts
 from penstock.engines.commands.logprob_gap import SampleToCompare
@@ -583,36 +581,6 @@ def timed(training: Training, metrics: dict[str, float], task: str) -> Iterator[
     with training.session().clock.timed(task) as span:
         yield span
     metrics[f"time/{task}_s"] = metrics.get(f"time/{task}_s", 0.0) + span.seconds
-
-
-Drawn = tuple[np.ndarray, np.ndarray]  # rows of the table, int64, and their mean rewards, float64
-
-
-@dataclass
-class PromptDraws:
-    """What a training has drawn of its prompts, and by which sampler.
-
-    Attributes:
-        sampler: the sampler.
-        ids: prompt ids, in the order of the table.
-        drawn: prompts and rewards by iteration and rollout within it (0: the first).
-        repeats: whether a user's sampler was seen to give the same draw twice.
-    """
-
-    sampler: Sampler
-    ids: pd.Index[str]
-    drawn: dict[int, dict[int, Drawn]] = field(default_factory=dict)
-    repeats: bool = False
-
-    def history(self) -> PromptHistory:
-        """Everything drawn and scored so far."""
-        parts = [(iteration, *drawn) for iteration, rollouts in self.drawn.items() for drawn in rollouts.values()]
-        iterations, rows, rewards = zip(*parts, strict=True) if parts else ((), (), ())
-        return PromptHistory(
-            np.concatenate([np.empty(0, np.int64), *rows]),
-            np.repeat(np.asarray(iterations, np.int64), [len(part) for part in rows]),
-            np.concatenate([np.empty(0), *rewards]),
-        )
 
 
 def prompt_columns(training: Training, split: str) -> dict[str, dict[str, Any]]:

@@ -52,6 +52,19 @@ def checkpoints(run: RunFolder) -> list[str]:
     return sorted((path.name for path in run.checkpoints.glob("[0-9]*") if path.is_dir()), reverse=True)
 
 
+def checkpoint_named(run: RunFolder, start: str) -> str:
+    """Return the name of a checkpoint that is given with or without its leading zeros.
+
+    Raises:
+        UserError: the run has none of this name.
+    """
+    names = checkpoints(run)
+    if (name := start.strip().zfill(6)) in names:
+        return name
+    there = f"there are {', '.join(reversed(names))}" if names else "there are none"
+    raise UserError(f"{run.path} has no checkpoint {start}", there)
+
+
 def newest_checkpoint(run: RunFolder) -> Path | None:
     """Return the folder of the checkpoint that a manifest names, else of the newest one of supervised steps."""
     for folder in (run, run.finetuning):
@@ -76,7 +89,7 @@ def _mend_manifest(run: RunFolder, beginning: Manifest, start: str | None) -> li
         problem = error.problem
     if saved is None and not problem and not names:
         return []
-    wanted = _named(run, names, start) if start else saved.checkpoint if saved else None
+    wanted = checkpoint_named(run, start) if start else saved.checkpoint if saved else None
     candidates = [wanted] if start else [name for name in names if saved is None or name <= (wanted or "")]
     whole, wrong = _newest_whole(run, [name for name in candidates if name])
     if whole is None and (wanted or wrong):
@@ -93,13 +106,6 @@ def _mend_manifest(run: RunFolder, beginning: Manifest, start: str | None) -> li
         write_manifest(run, now)
         said.append(f"{run.path} goes on from {f'checkpoint {now.checkpoint}' if now.checkpoint else 'its beginning'}")
     return said
-
-
-def _named(run: RunFolder, names: list[str], start: str) -> str:
-    if (name := start.strip().zfill(6)) in names:
-        return name
-    there = f"there are {', '.join(reversed(names))}" if names else "there are none"
-    raise UserError(f"{run.path} has no checkpoint {start}", there)
 
 
 def _newest_whole(run: RunFolder, names: list[str]) -> tuple[Manifest | None, dict[str, Damaged]]:

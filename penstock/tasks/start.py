@@ -13,7 +13,6 @@ from penstock.base.interrupts import interrupts_deferred
 from penstock.base.ragged import Ragged
 from penstock.checks.prompts import takes_each
 from penstock.checks.tokenized import note_tokenized
-from penstock.configs.idle import idle_settings
 from penstock.data.images import ImageFolder
 from penstock.data.prompts import PromptTable, tokenize_prompts
 from penstock.data.sft import tokenize_pairs
@@ -64,7 +63,7 @@ def load_prompts(training: Training, model_folder: str) -> dict[str, int]:
     counts: dict[str, int] = {}
     for split in ("train", "heldout"):
         counts |= read_split(training, split)
-    for text in (*idle_settings(config), *takes_each(config, session.prompts["train"].frame)):
+    for text in takes_each(config, session.prompts["train"].frame):
         get_run_logger().warning("%s", text)
     open_rewards(training, "train")
     return counts

@@ -60,6 +60,9 @@ if TYPE_CHECKING:
 CHANGED = "penstock.changed"
 """Tag with the configuration keys that a resume changed."""
 
+COMPARISONS = "comparisons"
+"""The experiment of comparisons: in that of the runs compared they would change what has ended."""
+
 METRICS_PER_CALL = 1000  # that MLflow takes
 AT_IMPORT = {"MLFLOW_DISABLE_TELEMETRY": "true"}  # it does not count DO_NOT_TRACK=1
 WITHHELD = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
@@ -397,9 +400,12 @@ def pages(folder: Path, port: int) -> Pages | None:
 
 
 def newest_experiment(tracking_uri: str) -> str:
-    """Return the part of MLflow's address that shows the experiment of the newest run; empty where there is none."""
+    """Return the part of MLflow's address that shows the experiment of the newest run; empty where there is none.
+
+    A comparison is no run of its own: who has compared opens the pages of what was compared.
+    """
     client = connect(tracking_uri)
-    experiments = [item.experiment_id for item in client.search_experiments()]
+    experiments = [item.experiment_id for item in client.search_experiments() if item.name != COMPARISONS]
     newest = client.search_runs(experiments, order_by=["attributes.start_time DESC"], max_results=1)
     return f"/#/experiments/{newest[0].info.experiment_id}/runs{_FOR_TRAINING}" if newest else ""
 
@@ -431,12 +437,13 @@ def connect(tracking_uri: str) -> MlflowClient:
     """Return the client of a store; a database is made if it is missing, by one process while others wait.
 
     A server's name and password are kept out of what MLflow says (`without_password`). Telemetry is off, and so are
-    MLflow's lines about creating tables and about where a run can be viewed.
+    MLflow's lines about creating tables, about where a run can be viewed and about how far a download is.
     """
     for name, value in AT_IMPORT.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("DO_NOT_TRACK", "true")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # MLflow's own 7 of 120 s each are for nobody to wait
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     from mlflow import MlflowClient

@@ -33,6 +33,7 @@ from penstock.state.digests import signed
 from penstock.state.manifest import Manifest, Progress, write_manifest
 from penstock.state.run_folder import RunFolder
 from tests.own_code.model import write_own_model
+from tests.state.checkpoints import write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
@@ -372,9 +373,9 @@ def asked() -> Iterator[list[str]]:
 
 
 def test_resume_continues_with_the_configuration_of_the_run(
-    here: Path, penstock: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    here: Path, penstock: Callable[..., str], refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The flow gets the folder and what is in it; `--dry-run` shows it and starts nothing."""
+    """The flow gets the folder and what is in it; `--dry-run` and a checkpoint that is not there start nothing."""
     run = RunFolder(here / "run")
     run.path.mkdir()
     begun(run, RECIPE.replace("prompts: 8", "prompts: 12"), iteration=3)
@@ -386,6 +387,9 @@ def test_resume_continues_with_the_configuration_of_the_run(
     ((config, arguments),) = started
     assert config.rollout.prompts == 12
     assert arguments == {"resume": "run", "from_checkpoint": None, "changes": []}
+    assert "has no checkpoint 2" in refusal("train", "--resume", "run", "--from", "2")
+    assert len(started) == 1
+    write_checkpoint(run, Manifest(Progress(iteration=2), checkpoint="000002"))
     penstock("train", "--resume", "run", "--from", "2")
     assert started[1][1]["from_checkpoint"] == "2"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +130,34 @@ def test_a_new_run_is_written_under_its_lock(tmp_path: Path, monkeypatch: pytest
         assert read_config(begun).iterations == 4
         with pytest.raises(UserError, match="is being trained"), locked(run):
             pass
+
+
+def test_the_start_says_what_a_new_run_never_reaches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, key by key. Controls: of what it reaches nothing is said, and nothing of a run that goes on.
+
+    The file of a run has every key, so what it says of a resume would be of values that nobody gave.
+    """
+    monkeypatch.setattr(opening, "get_run_logger", lambda: logging.getLogger("opening"))
+    tree = {"iterations": 3, "checkpoint": {"every": 2}, "evaluate": {"every": 4}}
+    with opened(KIND, TrainConfig.model_validate(tree), str(tmp_path / "run"), None) as (_, run):
+        assert caplog.messages == ["'evaluate.every' (4) has no effect: the training has 3 iterations"]
+    caplog.clear()
+    write_manifest(run, Manifest(Progress(), kind="train"))
+    with opened(KIND, TrainConfig(), None, Resume(run.path)) as (config, _):
+        assert config.record.samples_every > config.iterations
+    assert caplog.messages == []
+
+
+def test_a_checkpoint_that_is_not_there_is_said_before_anything_starts(run: RunFolder) -> None:
+    """A command that looks says it, as the flow does. Control: one that is there, with or without its zeros."""
+    for start in ("9", "two"):
+        with pytest.raises(UserError, match=f"has no checkpoint {start}") as caught:
+            looked_at(KIND, Resume(run.path, start))
+        assert caught.value.remedy == "there are 000001, 000002"
+    for start in ("1", "000001"):
+        assert looked_at(KIND, Resume(run.path, start)) == CONFIG
 
 
 def test_what_a_command_looks_at_is_what_is_opened(run: RunFolder) -> None:

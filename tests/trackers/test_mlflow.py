@@ -423,6 +423,8 @@ def test_a_server_that_does_not_answer_is_one_sentence() -> None:
 def test_the_page_is_that_of_the_newest_runs_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Among those for training, where its runs are listed. MLflow's own store says which experiment it is.
 
+    A comparison of runs, newer than they are, is none of them.
+
     Controls: a store without runs has none, and a folder without a database no pages at all.
     """
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -438,6 +440,7 @@ def test_the_page_is_that_of_the_newest_runs_experiment(tmp_path: Path, monkeypa
     assert address() == "http://127.0.0.1:5000"
     client.create_run(newer, start_time=2)
     client.create_run(older, start_time=1)
+    client.create_run(client.create_experiment(module.COMPARISONS), start_time=3)
     assert address() == f"http://127.0.0.1:5000/#/experiments/{newer}/runs?workflowType=machine_learning"
 
 

@@ -32,6 +32,8 @@ TOLD = (  # by session/failures.py; a loss after which the training goes on is t
 )
 INTERRUPTED = ("Execution was aborted by an interrupt signal", "Execution was aborted by a termination signal")
 BY_PREFECT = "encountered an exception"  # in the message of each state that Prefect makes of one
+# Of flow runs, of task runs, and of either before it has a name: an interruption may fall there, too.
+LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine")
 # How Prefect's own words of an end begin.
 ENDS = ("Finished in state", "Encountered exception", "Task run failed with", "Crash detected")
 
@@ -40,7 +42,7 @@ def _is_not_told(record: logging.LogRecord) -> bool:
     if getattr(record, SAID, False):
         return False
     said = record.getMessage()
-    if not record.name.startswith(("prefect.flow_runs", "prefect.task_runs")):
+    if not record.name.startswith(LOGGERS):
         return True
     if isinstance(sys.exc_info()[1], Terminated):  # in Prefect's words it is any system exit
         return False

@@ -95,7 +95,8 @@ def find_model(url: str) -> Served:
         return Served(first["id"], first.get("root"), first.get("max_model_len"))
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise UserError(
-            f"{url} does not answer as a server with OpenAI's API: {error}", "start one: penstock serve FOLDER"
+            f"{url} does not answer as a server with OpenAI's API: {getattr(error, 'reason', error)}",
+            "start one: penstock serve FOLDER",
         ) from error
 
 

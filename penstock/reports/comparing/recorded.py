@@ -17,14 +17,13 @@ from penstock.base.addresses import public_address
 from penstock.base.errors import UserError
 from penstock.base.names import nearest_name
 from penstock.reports.comparing.runs import READ, ComparedRun
-from penstock.trackers.mlflow import CHANGED, MlflowTracker, connect, default_tracking_uri
+from penstock.trackers.mlflow import CHANGED, COMPARISONS, MlflowTracker, connect, default_tracking_uri
 from penstock.trackers.tracker import Artifact, NewRun
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
-EXPERIMENT = "comparisons"  # where comparisons are kept: to be in the runs compared would change what has ended
 _NOTE = "mlflow.note.content"  # MLflow shows it as Markdown on a run's page
 _NOTE_CHARACTERS = 5000  # that every store takes in a tag
 _PART = "mlflow.parentRunId"
@@ -77,7 +76,7 @@ def keep(tracking_uri: str, folder: Path, runs: Sequence[ComparedRun]) -> str:
     tags = {"penstock.compared": compared, "penstock.folder": str(folder)}
     if len(page) <= _NOTE_CHARACTERS:
         tags[_NOTE] = page
-    run_id = tracker.open(NewRun(folder.name, EXPERIMENT, tags))
+    run_id = tracker.open(NewRun(folder.name, COMPARISONS, tags))
     tracker.artifact(Artifact("comparison", folder))
     tracker.close("completed", time.time())
     return run_id

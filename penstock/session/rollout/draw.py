@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 
 from penstock.base.errors import UserError
-from penstock.data.samplers import load_sampler
-from penstock.session.session import Drawn, PromptDraws, Training
+from penstock.data.samplers import Drawn, PromptDraws, load_sampler
+from penstock.session.session import Training
 from penstock.state.prompt_rewards import append_prompt_rewards, restore_prompt_rewards
 
 

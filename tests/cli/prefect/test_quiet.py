@@ -33,6 +33,18 @@ def handler() -> Iterator[PrefectConsoleHandler]:
     logging.getLogger().removeHandler(handler)
 
 
+def test_an_interruption_between_two_runs_is_not_said_twice(handler: PrefectConsoleHandler) -> None:
+    """Until a task's run has a name another logger speaks of it. Control: a crash of another kind is said."""
+    with quiet_terminal():
+        for kind in ("flow_runs", "task_runs", "engine"):
+            said = logging.getLogger(f"prefect.{kind}")
+            said.error("Crash detected! Execution was aborted by an interrupt signal.")
+            said.error("Crash detected! Execution was cancelled by %s", kind)
+    lines = handler.stream.getvalue()
+    assert "interrupt signal" not in lines
+    assert [kind in lines for kind in ("by flow_runs", "by task_runs", "by engine")] == [True] * 3
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_warning_takes_the_way_of_the_live_line(
     handler: PrefectConsoleHandler, monkeypatch: pytest.MonkeyPatch, terminal: bool
