@@ -124,7 +124,7 @@ class ModelShape:
         """Parameters of all experts, without routers and what tokens pass besides."""
         if self.experts is None:
             return 0
-        return (self.layers - self.dense_layers) * 3 * self.hidden_size * self.experts.count * self.experts.inner
+        return self.mixtures * 3 * self.hidden_size * self.experts.count * self.experts.inner
 
     @property
     def matrices_per_token(self) -> int:
@@ -136,12 +136,30 @@ class ModelShape:
         if self.experts is None:
             return named
         inner, rows = experts * self.experts.inner + self.experts.shared, self.experts.count + self.experts.shared_gate
-        mixtures = (self.layers - self.dense_layers) * (3 * inner + rows)
+        mixtures = self.mixtures * (3 * inner + rows)
         return named + self.hidden_size * (mixtures + self.dense_layers * 3 * self.intermediate_size)
 
     def adapter_parameters(self, lora: LoraConfig | None) -> int:
         """Parameters of the adapters: `rank` times rows and columns of each target; 0 without any."""
-        return self.layers * sum(lora.rank * sum(self.matrices[name]) for name in self.targets(lora)) if lora else 0
+        return self._adapters_with(lora, self.experts.count if self.experts is not None else 0)
+
+    def adapter_parameters_per_token(self, lora: LoraConfig | None) -> int:
+        """Parameters of the adapters that a token meets."""
+        return self._adapters_with(lora, self.experts.chosen if self.experts is not None else 0)
+
+    def _adapters_with(self, lora: LoraConfig | None, experts: int) -> int:
+        if lora is None:
+            return 0
+        linears = self.layers * sum(sum(self.matrices[name]) for name in self.targets(lora))
+        if self.experts is None or not lora.experts:
+            return lora.rank * linears
+        sides = 3 * self.experts.inner + 2 * self.hidden_size  # of one expert's gate and up as one matrix, and its down
+        return lora.rank * (linears + self.mixtures * experts * sides)
+
+    @property
+    def mixtures(self) -> int:
+        """Layers with experts."""
+        return 0 if self.experts is None else self.layers - self.dense_layers
 
     def trained_parameters(self, lora: LoraConfig | None) -> int:
         """Parameters that get a gradient: all, or those of the adapters."""
@@ -153,7 +171,8 @@ class ModelShape:
         """Parameters that vLLM cannot share with the base: matrices with a target, those that it fuses as a whole."""
         targets = self.targets(lora) if lora else ()
         touched = {name for linear in self.family.block for name in linear.parts if set(targets) & {*linear.parts}}
-        return self.layers * sum(rows * columns for name, (rows, columns) in self.matrices.items() if name in touched)
+        linears = sum(rows * columns for name, (rows, columns) in self.matrices.items() if name in touched)
+        return self.layers * linears + (self.expert_parameters if lora and lora.experts else 0)
 
     def targets(self, lora: LoraConfig) -> list[str]:
         """Names of the linear layers of a block that get an adapter."""
