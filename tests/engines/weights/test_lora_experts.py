@@ -26,6 +26,8 @@ from penstock.engines.models.models import PackedPolicy
 from penstock.engines.models.peft import write_adapter
 from penstock.engines.sizing.memory import Rank, Recomputed, rank_phases
 from penstock.engines.weights import lora as adapters
+from penstock.engines.weights.broadcast import FlatSource
+from penstock.engines.weights.buckets import in_buckets, numels_of
 from penstock.engines.weights.experts import stacks_of_experts
 from penstock.engines.weights.layout import ordered_parameters
 from penstock.engines.weights.lora import (
@@ -38,6 +40,7 @@ from penstock.engines.weights.lora import (
     merged_state,
     without_adapters,
 )
+from penstock.engines.weights.slices import shapes_of
 from tests.engines.rows import random_rows
 from tests.engines.unpacked import load_unpacked
 
@@ -205,6 +208,17 @@ def test_peft_computes_the_same_from_the_adapters_folder(folder: Path, tmp_path:
     ours = merged(tokens).logits
     assert (ours - plain).abs().max() > 0.1
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_another_group_is_sent_merged_experts(folder: Path) -> None:
+    """Every number of every bucket. Control: the base, of which the transposed experts keep their shape."""
+    lm = _load(folder)
+    shapes = shapes_of(lm)
+    buckets = in_buckets(numels_of(shapes), 4)
+    sent = torch.cat([bucket.view(-1).clone() for bucket in FlatSource(lm, buckets).buckets()])
+    for state, same in ((merged_state(lm), True), (dict(base_parameters(lm)), False)):
+        assert torch.equal(sent, torch.cat([state[name].view(-1) for name in shapes])) == same
 
 
 def test_experts_are_computed_without_a_wait_for_the_device(folder: Path) -> None:
