@@ -97,8 +97,7 @@ class LoraExperts(nn.Module):
         super().__init__()
         self._place = (experts, name)  # a tuple: neither is a part of this module
         self.transposed = bool(experts.is_transposed)  # rows and columns of each expert have changed places
-        shape = self.weight.mT.shape if self.transposed else self.weight.shape
-        count, outputs, inputs = shape
+        count, outputs, inputs = (self.weight.mT if self.transposed else self.weight).shape
         bound = 1 / math.sqrt(inputs)
         drawn_ERI = torch.empty(count, config.rank, inputs).uniform_(-bound, bound, generator=generator)
         self.lora_A = nn.Parameter(drawn_ERI.to(self.weight))
@@ -187,7 +186,7 @@ def dithered(exact: torch.Tensor) -> torch.Tensor:
 
 
 def attach(lm: nn.Module, config: LoraConfig, seed: int) -> None:
-    """Freeze a model and give its linear layers adapters, and its experts, in place; a head of scores stays trained.
+    """Freeze a model and give its linear layers, and experts, adapters, in place; a head of scores stays trained.
 
     Raises:
         UserError: a target is no linear layer of the model's blocks, or there are no experts.
