@@ -168,7 +168,8 @@ def measure_folder(folder: Path, work: Path) -> dict[str, Any]:
             figures = _Model(group, folder, work).measured()
         with _ranks(work) as group:
             figures["lora"] = _Model(group, folder, work, LORA).gap_after_an_update()
-            if family_of(described["model_type"]).experts:
+        if family_of(described["model_type"]).experts:
+            with _ranks(work) as group:
                 figures["lora_experts"] = _Model(group, folder, work, LORA_ON_EXPERTS).gap_after_an_update()
     except UserError as error:
         return {**described, "refused": error.problem.replace(str(folder), "it").removeprefix("it: ")}
