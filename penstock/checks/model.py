@@ -282,13 +282,13 @@ def check_routing(config: TrainConfig) -> None:
 
 
 def check_targets(config: TrainConfig, offline: str | None = None) -> None:
-    """Check that the layers that are to get adapters exist.
+    """Check that the layers and experts that are to get adapters exist.
 
     Args:
         offline: what the user calls the section `sft`, where that alone is trained.
 
     Raises:
-        UserError: a model has no layer of such a name.
+        UserError: a model has no layer of such a name, or no experts that are known.
     """
     trained: dict[str, TrainerConfig | None] = {"actor": config.actor, "critic": config.critic, "sft": config.sft}
     if offline is not None:
@@ -303,6 +303,26 @@ def check_targets(config: TrainConfig, offline: str | None = None) -> None:
                 f"{key}.lora.targets names '{unknown[0]}', and the model has no such layer",
                 f"name linear layers of its blocks: {', '.join(sorted(known))}",
             )
+        if trainer.lora.experts:
+            _check_experts_to_adapt(key, path, config.model.code)
+
+
+def _check_experts_to_adapt(key: str, path: str | None, code: Code | None) -> None:
+    """Check that the model in a folder, or a tiny one, has experts as the table knows them.
+
+    Raises:
+        UserError: it has not.
+    """
+    settings = {} if path is None else read_settings(Path(path))
+    if not family_of(settings.get("model_type", "")).experts:
+        raise UserError(
+            f"{key}.lora.experts has no effect: the model has no experts, or none that are known here",
+            "remove it, or train a mixture of experts of the table in docs/models.md",
+        )
+    if code is not None:
+        raise UserError(
+            f"{key}.lora.experts is not for a model with code of its own, whose experts are not known", "remove it"
+        )
 
 
 def _tiny_layers(config: TrainConfig) -> set[str]:

@@ -203,3 +203,12 @@ class RewardModelConfig(PairConfig):
         "reward-model", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="name of the run, part of its folder"
     )
     data: RewardModelData = Field(default_factory=RewardModelData, description="pairs")
+
+    @model_validator(mode="after")
+    def _experts(self) -> Self:
+        if self.trainer.lora is not None and self.trainer.lora.experts:
+            raise ValueError(
+                "'trainer.lora.experts' is for policies: adapters beside a reward model's experts have not been "
+                "compared; remove it"
+            )
+        return self

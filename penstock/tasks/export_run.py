@@ -213,8 +213,8 @@ def _write(run: RunFolder, manifest: Manifest, source: Path, aside: Path, shard_
     from transformers.utils.logging import disable_progress_bar
 
     from penstock.engines.models.model_folder import prove_same, with_adapters, with_weights, write_folder
+    from penstock.engines.models.peft import ADAPTER_FOLDER
     from penstock.engines.training.state_images import read_causal_lm_weights, saved_actor
-    from penstock.engines.weights.lora import ADAPTER_FOLDER
 
     disable_progress_bar()
     tokenizer, state = _starting_model(manifest), saved_actor(source)
@@ -235,7 +235,7 @@ def _write_folder(
     from transformers.utils.logging import disable_progress_bar
 
     from penstock.engines.models.model_folder import load_folder, prove_same, write_folder
-    from penstock.engines.weights.lora import ADAPTER_FOLDER
+    from penstock.engines.models.peft import ADAPTER_FOLDER
 
     disable_progress_bar()
     lm = load_folder(source, code)

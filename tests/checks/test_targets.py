@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from penstock.base.errors import UserError
+from penstock.benchmarks.workload.families import write_family
 from penstock.checks.model import check_targets
 from penstock.checks.preferences import check_preferences
 from penstock.checks.training import check_supervised
-from penstock.configs.preference import PreferenceConfig
+from penstock.configs.preference import PreferenceConfig, RewardModelConfig
 from penstock.configs.schema import TrainConfig
 from penstock.engines.families.shape import layer_names
 from tests.engines.shared_ranks import Shape
@@ -38,6 +40,41 @@ def test_an_unknown_target_is_refused_and_known_ones_pass(key: str, tmp_path: Pa
             check_targets(_config(**common, model=model, **{key: {"lora": lora}}))
         with pytest.raises(UserError, match=rf"{key}.lora.targets names 'qkv'.*\n.*o_proj"):
             check_targets(_config(**common, model=model, **{key: {"lora": {"targets": ["q_proj", "qkv"]}}}))
+
+
+@pytest.mark.parametrize("key", ["actor", "sft"])
+def test_adapters_on_experts_need_experts_that_are_known(key: str, tmp_path: Path) -> None:
+    """Controls: a mixture, a model without experts and without the option, and code that a mixture does not bring."""
+    dense, mixture = (str(write_family(name, tmp_path / name)) for name in ("Qwen 3", "Mixtral"))
+
+    def check(experts: bool, **model: Any) -> None:
+        check_targets(_config(model=model, **{key: {"lora": {"experts": experts}}}))
+
+    check(True, path=mixture)
+    check(False, path=dense)
+    for model in ({"path": dense}, {"tiny": {}}):
+        with pytest.raises(UserError, match=f"{key}.lora.experts has no effect: the model has no experts"):
+            check(True, **model)
+    with pytest.raises(UserError, match=f"{key}.lora.experts is not for a model with code of its own"):
+        check(True, path=mixture, trust_remote_code=True, code={"modeling_own.py": "0" * 64})
+
+
+def test_adapters_on_experts_are_refused_where_nobody_has_compared_them() -> None:
+    """Controls: each without them."""
+    lora = {"experts": True}
+    for tree, section, message in (
+        (TrainConfig, {"algorithm": {"name": "ppo"}, "critic": {"lora": lora}}, "'lora.experts' is for policies"),
+        (RewardModelConfig, {"trainer": {"lora": lora}}, "'trainer.lora.experts' is for policies"),
+        (TrainConfig, {"actor": {"lora": lora, "zero_stage": 3}}, "'lora' needs 'zero_stage' 0, 1 or 2"),
+        (TrainConfig, {"actor": {"lora": lora, "expert_parallel": 2}}, "does not go with 'lora'"),
+        (TrainConfig, {"actor": {"lora": {**lora, "rank": 12}}}, "'rank' 12 does not go with 'experts'"),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            tree.model_validate(section)
+    TrainConfig.model_validate({"algorithm": {"name": "ppo"}, "critic": {"lora": {}}, "actor": {"lora": lora}})
+    RewardModelConfig.model_validate({"trainer": {"lora": {}}})
+    PreferenceConfig.model_validate({"trainer": {"lora": lora}})
+    TrainConfig.model_validate({"actor": {"lora": {"rank": 12}}})
 
 
 def test_an_offline_training_is_refused_likewise_in_the_users_words(tmp_path: Path) -> None:

@@ -217,6 +217,7 @@ TRAIN = {
     "*.lora.rank": "engines/weights/test_lora.py::test_sizes_without_torch_are_the_models_own",
     "*.lora.alpha": "engines/weights/test_lora.py::test_what_is_written_is_the_same_model_merged_and_for_peft",
     "*.lora.targets": "engines/weights/test_lora.py::test_only_targets_get_adapters_and_a_score_head_stays_trained",
+    "*.lora.experts": "engines/weights/test_lora_experts.py::test_sizes_without_torch_are_the_models_own",
     # ---- the rest of a run
     "evaluate.every": "flows/test_train_flow.py::test_evaluations_have_intervals",
     "evaluate.prompts": f"{TOLD}an_evaluation",
@@ -267,6 +268,7 @@ PAIRS = {
     "*.lora.rank": TRAIN["*.lora.rank"],
     "*.lora.alpha": TRAIN["*.lora.alpha"],
     "*.lora.targets": TRAIN["*.lora.targets"],
+    "*.lora.experts": TRAIN["*.lora.experts"],
     "trainer.hpz": "engines/training/test_hpz.py::test_weights_that_a_machine_holds_once_more_train_alike",
     "trainer.zero_stage": "engines/training/test_preference.py::test_an_update_on_pairs_is_the_plain_loop",
     "trainer.gradient_checkpointing": f"{TOLD}the_model_to_train",

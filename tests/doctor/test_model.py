@@ -35,6 +35,13 @@ def test_a_length_beyond_which_it_is_another_is_a_warning(tmp_path: Path) -> Non
     assert "may have 64 tokens together" in warning.text and "data.max_prompt_tokens" in warning.remedy
 
 
+@pytest.mark.parametrize(("family", "said"), [("gpt-oss", "yes"), ("ERNIE 4.5 MoE", "no"), ("Qwen 3", None)])
+def test_a_mixture_is_told_whether_its_experts_get_adapters(family: str, said: str | None, tmp_path: Path) -> None:
+    """Controls: a mixture of which no reshard knows the experts, and a model without any."""
+    text = "\n".join(line.text for line in examine_model(write_family(family, tmp_path)))
+    assert f"LoRA on experts: {said}" in text if said else "LoRA on experts" not in text
+
+
 @pytest.mark.parametrize(
     ("family", "subject", "said"),
     [("Jamba", "model", "has layers of Mamba 1"), ("ERNIE 4.5 MoE", "rollout", "is a mixture of experts")],

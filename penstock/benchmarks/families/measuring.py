@@ -4,7 +4,8 @@ Each model is built as an actor with its rollout engine, takes an update, and is
 mean difference of log-probs:
 
 - `packed`: the actor's with the Transformers library's, of a whole row at a time; `gradient`, likewise, as a share;
-- `rollout`: vLLM's while it samples with the actor's, after the update and a reshard; `lora` the same with adapters;
+- `rollout`: vLLM's while it samples with the actor's, after the update and a reshard; `lora` the same with adapters,
+  `lora_experts` with adapters on a mixture's experts as well;
 - `exported`: vLLM's with those that the library has of the folder that was written;
 - `stale`: the control, vLLM's before the update with the actor's after it.
 
@@ -46,6 +47,7 @@ from penstock.engines.commands.reshard import Reshard
 from penstock.engines.commands.update import ActorLoss, Split, UpdateActor
 from penstock.engines.families.served import check_served, has_own_class
 from penstock.engines.families.shape import read_settings, read_shape, weight_shapes
+from penstock.engines.families.table import family_of
 from penstock.engines.groups.group import EngineError, EngineGroup, RankLost
 from penstock.engines.groups.machine import visible_gpus
 from penstock.engines.groups.spec import GroupSpec, RankDevice
@@ -58,6 +60,8 @@ PROMPT, RESPONSE, ROWS, SAMPLES, TOKENS = 8, 16, 12, 2, 8
 CORES = 2  # of a model that is measured: as many are at a time as the machine has cores for
 KV_CACHE = {"kv_cache_gib": 0.25, "sleep": False}  # several models share a GPU; vLLM's sleep wants one for itself
 LEARNING_RATE = 1e-2
+LORA = {"rank": 4, "alpha": 8}
+LORA_ON_EXPERTS = {"rank": 8, "alpha": 16, "experts": True}
 SPLIT = Split(
     mini_batches=2,
     epochs=1,
@@ -69,7 +73,8 @@ SPLIT = Split(
     seed=0,
 )
 LOSS = ActorLoss("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3}, 1.0, 0.0, None, 0.0)
-COLUMNS = ("family", "served_by", "packed", "gradient", "rollout", "lora", "exported", "stale", "refused")
+FIGURES = ("packed", "gradient", "rollout", "lora", "lora_experts", "exported", "stale")
+COLUMNS = ("family", "served_by", *FIGURES, "refused")
 
 
 @dataclass(frozen=True)
@@ -141,8 +146,9 @@ def with_rows_of(before: BenchResult, result: BenchResult) -> BenchResult:
 def _figures(details: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     taken = [row for row in details if "refused" not in row]
     figures = {"families": float(len(taken)), "refused": float(len(details) - len(taken))}
-    for figure in ("packed", "gradient", "rollout", "lora", "exported"):
-        figures |= {f"{figure}_max": max(row[figure] for row in taken)} if taken else {}
+    for figure in FIGURES[:-1]:
+        found = [row[figure] for row in taken if figure in row]
+        figures |= {f"{figure}_max": max(found)} if found else {}
     return figures
 
 
@@ -161,7 +167,10 @@ def measure_folder(folder: Path, work: Path) -> dict[str, Any]:
         with _ranks(work) as group:
             figures = _Model(group, folder, work).measured()
         with _ranks(work) as group:
-            figures["lora"] = _Model(group, folder, work, lora=True).gap_after_an_update()
+            figures["lora"] = _Model(group, folder, work, LORA).gap_after_an_update()
+        if family_of(described["model_type"]).experts:
+            with _ranks(work) as group:
+                figures["lora_experts"] = _Model(group, folder, work, LORA_ON_EXPERTS).gap_after_an_update()
     except UserError as error:
         return {**described, "refused": error.problem.replace(str(folder), "it").removeprefix("it: ")}
     except EngineError as error:  # of a library
@@ -176,7 +185,7 @@ def measure_folder(folder: Path, work: Path) -> dict[str, Any]:
 class _Model:
     """A model in a rank, and the experience that it learns from."""
 
-    def __init__(self, group: EngineGroup, folder: Path, work: Path, lora: bool = False) -> None:
+    def __init__(self, group: EngineGroup, folder: Path, work: Path, lora: Mapping[str, Any] | None = None) -> None:
         self._group, self._folder, self._work, self._sent = group, folder, work, 0
         sections: dict[str, Any] = {
             "model": {"path": str(folder)},
@@ -187,7 +196,7 @@ class _Model:
                 "max_response_tokens": RESPONSE,
                 **KV_CACHE,
             },
-            "actor": {"lora": {"rank": 4, "alpha": 8}} if lora else {},
+            "actor": {"lora": lora},
         }
         self._seen = pictures_for(folder, read_settings(folder), work)
         self._place = None if self._seen is None else str(self._seen.place)

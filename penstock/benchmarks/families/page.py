@@ -11,11 +11,11 @@ from typing import Any
 
 from penstock.algorithms.catalogue import table
 from penstock.base.errors import UserError
+from penstock.benchmarks.families.measuring import FIGURES
 from penstock.benchmarks.reporting.result import BenchResult
 
 BEGIN, END = "<!-- families: written by 'penstock bench families --page' -->\n", "<!-- end of families -->"
-FIGURES = ("packed", "gradient", "rollout", "lora", "exported", "stale")
-HEAD = ("family", "`model_type`", "rollout", "reshard", *FIGURES)
+HEAD = ("family", "`model_type`", "rollout", "reshard", *(name.replace("_", " on ") for name in FIGURES))
 
 
 def read_page(path: Path) -> str:
@@ -42,8 +42,15 @@ def rendered(page: str, result: BenchResult) -> str:
 
 
 def _taken(row: Mapping[str, Any]) -> tuple[str, ...]:
-    figures = [f"{row[name]:.0e}" if row[name] < 0.01 else f"{row[name]:.1f}" for name in FIGURES]
+    figures = (_figure(row.get(name)) for name in FIGURES)
     return row["family"], f"`{row['model_type']}`", row["served_by"], row["strategy"], *figures
+
+
+def _figure(value: float | None) -> str:
+    """Return a figure as the table has it; of a model that has no such thing a dash."""
+    if value is None:
+        return "–"
+    return f"{value:.0e}" if value < 0.01 else f"{value:.1f}"
 
 
 def _refused(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -11,15 +11,31 @@ from penstock.configs.sections.optimizer import OptimizerConfig
 from penstock.configs.tree.schedule import ScheduledAboveZero
 from penstock.configs.tree.section import PositiveInt, Section
 
+GROUPED_RANK = 8  # numbers of bfloat16 in the 16 bytes that grouped products read at once
+
 
 class LoraConfig(Section):
-    """Adapters beside the linear layers W: y = W x + alpha / rank x B A x. W rests, A and B are trained."""
+    """Adapters beside the matrices W: y = W x + alpha / rank x B A x. W rests, A and B are trained."""
 
     rank: PositiveInt = Field(32, description="rows of A and columns of B")
     alpha: float = Field(32.0, gt=0, description="the adapter's output is scaled by alpha / rank")
     targets: list[str] | None = Field(
         None, min_length=1, description="linear layers by name, e.g. [q_proj, v_proj]; null: all in the blocks"
     )
+    experts: bool = Field(
+        False,
+        description="also adapters beside every expert of a mixture, a pair of A and B each; a 'rank' that is a "
+        f"multiple of {GROUPED_RANK}",
+    )
+
+    @model_validator(mode="after")
+    def _experts(self) -> Self:
+        if self.experts and self.rank % GROUPED_RANK:
+            raise ValueError(
+                f"'rank' {self.rank} does not go with 'experts': the products of all experts' adapters read 16 bytes "
+                f"at a time, so it has to be a multiple of {GROUPED_RANK}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _targets(self) -> Self:
@@ -225,6 +241,14 @@ class CriticConfig(TogetherConfig):
 
     path: str | None = Field(None, description="Hugging Face folder to start from; default: the actor's starting point")
     value_clip: float | None = Field(0.2, gt=0, description="clip range of the value loss; null: no clipping")
+
+    @model_validator(mode="after")
+    def _experts(self) -> Self:
+        if self.lora is not None and self.lora.experts:
+            raise ValueError(
+                "'lora.experts' is for policies: adapters beside a critic's experts have not been compared; remove it"
+            )
+        return self
 
 
 class SftConfig(TrainerConfig):

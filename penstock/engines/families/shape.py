@@ -190,7 +190,7 @@ class ModelShape:
         """Parameters of all experts, without routers and what tokens pass besides."""
         if self.experts is None:
             return 0
-        return (self.layers - self.dense_layers) * 3 * self.hidden_size * self.experts.count * self.experts.inner
+        return self.mixtures * 3 * self.hidden_size * self.experts.count * self.experts.inner
 
     @property
     def matrices_per_token(self) -> int:
@@ -203,15 +203,31 @@ class ModelShape:
         if self.experts is None:
             return named
         inner, rows = experts * self.experts.inner + self.experts.shared, self.experts.count + self.experts.shared_gate
-        mixtures = (self.layers - self.dense_layers) * (3 * inner + rows)
+        mixtures = self.mixtures * (3 * inner + rows)
         return named + self.hidden_size * (mixtures + self.dense_layers * 3 * self.intermediate_size)
 
     def adapter_parameters(self, lora: LoraConfig | None) -> int:
         """Parameters of the adapters: `rank` times rows and columns of each target; 0 without any."""
+        return self._adapters_with(lora, self.experts.count if self.experts is not None else 0)
+
+    def adapter_parameters_per_token(self, lora: LoraConfig | None) -> int:
+        """Parameters of the adapters that a token meets."""
+        return self._adapters_with(lora, self.experts.chosen if self.experts is not None else 0)
+
+    def _adapters_with(self, lora: LoraConfig | None, experts: int) -> int:
         if lora is None:
             return 0
         named = [(layers, sizes) for layers, kind in self.kinds for name, sizes in kind.items() if _is(lora, name)]
-        return sum(layers * lora.rank * sum(sizes) for layers, sizes in named)
+        linears = sum(layers * sum(sizes) for layers, sizes in named)
+        if self.experts is None or not lora.experts:
+            return lora.rank * linears
+        sides = 3 * self.experts.inner + 2 * self.hidden_size  # of one expert's gate and up as one matrix, and its down
+        return lora.rank * (linears + self.mixtures * experts * sides)
+
+    @property
+    def mixtures(self) -> int:
+        """Layers with experts."""
+        return 0 if self.experts is None else self.layers - self.dense_layers
 
     def trained_parameters(self, lora: LoraConfig | None) -> int:
         """Parameters that get a gradient: all, or those of the adapters."""
@@ -226,7 +242,8 @@ class ModelShape:
         fused = [linear.parts for linear in (*self.family.block, *self.family.delta_net)]
         touched = {name for parts in fused for name in parts if any(_is(lora, part) for part in parts)}
         named = [(layers, sizes) for layers, kind in self.kinds for name, sizes in kind.items() if name in touched]
-        return sum(layers * rows * columns for layers, (rows, columns) in named)
+        linears = sum(layers * rows * columns for layers, (rows, columns) in named)
+        return linears + (self.expert_parameters if lora.experts else 0)
 
     def adapters(self, lora: LoraConfig) -> int:
         """How many linear layers get an adapter."""

@@ -8,14 +8,12 @@ these. Routers, and whatever else a layer has, are whole on every rank. Left out
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from torch import nn
 
 from penstock.engines.batches.shares import RankSet
 from penstock.engines.kernels.expert_parallel import take_experts
-from penstock.engines.weights.experts import cut_parameter
-from penstock.engines.weights.layout import family_in
+from penstock.engines.weights.experts import cut_parameter, stacks_of_experts
 
 
 def cut_experts(lm: nn.Module, ranks: RankSet) -> None:
@@ -24,15 +22,8 @@ def cut_experts(lm: nn.Module, ranks: RankSet) -> None:
     Args:
         ranks: how many of them divides the number of experts.
     """
-    for experts in _stacks(lm):
+    for experts in stacks_of_experts(lm).values():
         for name, parameter in [*experts.named_parameters()]:
             setattr(experts, name, cut_parameter(parameter, ranks))
         experts.num_experts //= ranks.count
         experts.forward = partial(take_experts, ranks, experts.num_experts, experts.forward)
-
-
-def _stacks(lm: nn.Module) -> list[Any]:
-    """Return the modules that hold the experts of a layer."""
-    endings = {f".{own}" for own, _ in family_in(lm).experts}
-    stacked = [name for name, value in lm.named_parameters() if value.ndim == 3 and name.endswith(tuple(endings))]
-    return [lm.get_submodule(name) for name in dict.fromkeys(name.rpartition(".")[0] for name in stacked)]

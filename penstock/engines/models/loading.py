@@ -27,10 +27,11 @@ from penstock.engines.families.images import sees
 from penstock.engines.families.table import family_of
 from penstock.engines.kernels.attention import NAME as PACKED_ATTENTION
 from penstock.engines.kernels.mixers import keep_rows_apart
+from penstock.engines.models.peft import ADAPTER_FOLDER, write_adapter
 from penstock.engines.models.seeing import freeze_encoder
 from penstock.engines.weights.experts import all_experts, cut_parameters
 from penstock.engines.weights.layout import family_in
-from penstock.engines.weights.lora import ADAPTER_FOLDER, adapted_layers, merged_state, write_adapter
+from penstock.engines.weights.lora import adapted_layers, merged_state
 
 DECODER_PACKED = {"text_config": PACKED_ATTENTION, "vision_config": "sdpa"}
 

@@ -22,8 +22,9 @@ from penstock.base.files import share_weights_of
 from penstock.base.model_code import Code, trusted
 from penstock.configs.sections.trainer import LoraConfig
 from penstock.engines.models.loading import hold_corrections, keep_corrections_exact, kind_for
+from penstock.engines.models.peft import write_adapter
 from penstock.engines.models.seeing import frozen_encoder
-from penstock.engines.weights.lora import attach, check_frozen, load_adapter, merged_state, write_adapter
+from penstock.engines.weights.lora import attach, check_frozen, load_adapter, merged_state
 
 # Share of the largest logit. Equal weights give logits that differ by the order of sums alone, as addresses decide it.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}

@@ -107,7 +107,7 @@ def forward_flops(
         prompt_B: prompt tokens per row; response_B: response tokens per row.
         scalar_head: a critic's head of one value per response token, not a language head.
         shared_B: first tokens of a row that are computed for another one as well, and counted there; None: all differ.
-        adapters: parameters of LoRA's adapters.
+        adapters: parameters of LoRA's adapters that a token meets.
     """
     shared_B = np.zeros_like(prompt_B) if shared_B is None else shared_B
     own_B, outputs = prompt_B + response_B - shared_B, 1 if scalar_head else shape.vocabulary

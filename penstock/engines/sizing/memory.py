@@ -341,8 +341,9 @@ def _rest(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig])
     if "rollout" in rank.shapes:
         shape, shared = rank.shapes["rollout"], reshard_strategy(config) == "shared"
         own = shape.merged_parameters(config.actor.lora) if shared else shape.parameters
+        merged = shared and config.actor.lora is not None and config.actor.lora.experts  # and counted so
         apart = shape.family.transposed or (shared and experts_elsewhere(config.actor, shape))
-        own += shape.expert_parameters if apart else 0  # vLLM has copies of them
+        own += shape.expert_parameters if apart and not merged else 0  # vLLM has copies of them
         parts |= {"rollout weights": rank.width * own // config.rollout.tensor_parallel} if own else {}
     return parts
 
@@ -400,6 +401,8 @@ def _kept_by_adapters(trainer: TrainerConfig, rank: Rank, shape: ModelShape, mic
     if trainer.lora is None:
         return 0
     adapters = shape.adapters(trainer.lora)
+    if trainer.lora.experts and shape.experts is not None:
+        adapters += 2 * shape.mixtures * shape.experts.chosen  # of gate and up together, and of down
     return rank.width * micro_batch.tokens * trainer.lora.rank * adapters
 
 

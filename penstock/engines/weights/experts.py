@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from penstock.engines.batches.shares import RankSet
+from penstock.engines.weights.layout import family_in
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,13 @@ class Cut:
     def start(self) -> int:
         """How many numbers of the whole parameter come before this rank's."""
         return math.prod(self.shape) // self.ranks.count * self.ranks.own
+
+
+def stacks_of_experts(lm: nn.Module) -> dict[str, Any]:
+    """Return the modules that hold the experts of a layer, by name; none where the table has no row for them."""
+    endings = tuple(f".{own}" for own, _ in family_in(lm).experts)
+    stacked = [name for name, value in lm.named_parameters() if value.ndim == 3 and name.endswith(endings)]
+    return {name: lm.get_submodule(name) for name in dict.fromkeys(name.rpartition(".")[0] for name in stacked)}
 
 
 def cut_parameter(parameter: nn.Parameter, ranks: RankSet) -> nn.Parameter:

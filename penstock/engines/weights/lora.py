@@ -4,30 +4,33 @@ y = W x + b + s B A x, with A [rank, in], B [out, rank] and s = alpha / rank; A 
 model with fresh adapters is the base model bit for bit. The weights keep their Hugging Face names and storage: what
 reads them (reshard, export, checkpoints) finds them as in a model without adapters, and the adapters beside them.
 
-The file format is PEFT's, its classes are not used: they rename the base weights, add scaled outputs in passes of
-their own where one matrix product does both, and take the adapters' gradients away when they are switched off.
+The experts of a mixture get a pair each where that is asked for (`lora.experts`). The library stacks them in two
+parameters a layer, of which each gets one stacked A and one B; tokens meet their experts' in the grouped products by
+which they meet the experts.
 
-Suffixes: `_RI` rank x in, `_OR` out x rank, `_OI` out x in. Left out: dropout (log-probs must be the same whenever
-they are computed), adapters on embeddings, ZeRO-3 (penstock/configs/schema.py refuses it).
+PEFT's classes are not used: they rename the base weights, add scaled outputs in passes of their own where one matrix
+product does both, make whole merged experts in every pass, and take the adapters' gradients away when they are
+switched off. Suffixes: `_RI` rank x in, `_OR` out x rank, `_OI` out x in, `_E` experts; `_N` tokens, `_K` experts of
+each, `_P` pairs of both, by expert. Left out: dropout (log-probs must be the same whenever they are computed), adapters
+on embeddings, ZeRO-3 (penstock/configs/schema.py refuses it), adapters' files (penstock/engines/models/peft.py).
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
+from transformers.integrations.moe import _grouped_linear
 
 from penstock.base.errors import UserError
-from penstock.base.files import share_weights_of
 from penstock.configs.sections.trainer import LoraConfig
 from penstock.engines.weights.checksum import word_sum
+from penstock.engines.weights.experts import stacks_of_experts
 from penstock.engines.weights.layout import blocks, family_in, flatten_in_place, plan
 
 GOLDEN = 0x9E3779B1 - (1 << 32)  # the golden ratio's fraction of 2^32, as int32
@@ -36,9 +39,14 @@ ADAPTERS = ("lora_A", "lora_B")
 
 FROZEN_SUM = "frozen_sum"  # in a checkpoint
 
-PEFT_PREFIX = "base_model.model."
+NO_EXPERTS = (
+    "lora.experts has no effect: the model has no experts",
+    "remove it, or train a mixture of experts (docs/models.md)",
+)
 
-ADAPTER_FOLDER = "adapter"  # beside merged weights: transformers would take an adapter among them for a part of them
+EXPERTS_ADAPTER = "_lora"  # after the name of the parameter beside which it is
+
+MERGED_AT_ONCE = 1 << 26  # numbers of experts, in float32 and as often again
 
 
 class LoraLinear(nn.Linear):
@@ -73,8 +81,94 @@ class LoraLinear(nn.Linear):
     def merged(self) -> torch.Tensor:
         """Return W + s B A, computed in float32 and rounded once to the weights' dtype, with dither; [out, in]."""
         base_OI, a_RI, b_OR = self.weight.float(), self.lora_A.float(), self.lora_B.float()
-        exact_OI = torch.addmm(base_OI, b_OR, a_RI, alpha=self.scale)
-        return dithered(exact_OI) if self.weight.dtype is torch.bfloat16 else exact_OI.to(self.weight.dtype)
+        return _rounded(torch.addmm(base_OI, b_OR, a_RI, alpha=self.scale), self.weight.dtype)
+
+
+class LoraExperts(nn.Module):
+    """Adapters beside a parameter that stacks the experts of a layer, a pair for each of them.
+
+    Args:
+        experts: the library's module of that parameter, a part of which this becomes.
+        name: the parameter's.
+        generator: as of a linear layer.
+    """
+
+    def __init__(self, experts: Any, name: str, config: LoraConfig, generator: torch.Generator) -> None:
+        super().__init__()
+        self._place = (experts, name)  # a tuple: neither is a part of this module
+        self.transposed = bool(experts.is_transposed)  # rows and columns of each expert have changed places
+        count, outputs, inputs = (self.weight.mT if self.transposed else self.weight).shape
+        bound = 1 / math.sqrt(inputs)
+        drawn_ERI = torch.empty(count, config.rank, inputs).uniform_(-bound, bound, generator=generator)
+        self.lora_A = nn.Parameter(drawn_ERI.to(self.weight))
+        self.lora_B = nn.Parameter(self.weight.new_zeros(count, outputs, config.rank))
+        self.config, self.scale, self.adapted = config, config.scale, True
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The experts."""
+        experts, name = self._place
+        weight: torch.Tensor = getattr(experts, name)
+        return weight
+
+    def forward(self, input_PI: torch.Tensor, ends_E: torch.Tensor, bias_PO: torch.Tensor | None) -> torch.Tensor:
+        """Return what each pair's expert makes of its input, [P, out].
+
+        Args:
+            ends_E: where the pairs of each expert end.
+        """
+        output_PO = _grouped_linear(input_PI, self.weight, ends_E, bias_PO, self.transposed)
+        low_PR = _grouped_linear(input_PI, self.lora_A, ends_E)
+        return torch.add(output_PO, _grouped_linear(low_PR, self.lora_B, ends_E), alpha=self.scale)
+
+    @torch.no_grad()
+    def merged(self) -> torch.Tensor:
+        """Return W + s B A of every expert, rounded as a linear layer's; a few experts at a time are in float32."""
+        merged, together = torch.empty_like(self.weight), max(1, MERGED_AT_ONCE // self.weight[0].numel())
+        stacks = (merged, self.weight, self.lora_A, self.lora_B)
+        for part, base, a_ERI, b_EOR in zip(*(stack.split(together) for stack in stacks), strict=True):
+            factors = (a_ERI.mT, b_EOR.mT) if self.transposed else (b_EOR, a_ERI)
+            exact = torch.baddbmm(base.float(), *(factor.float() for factor in factors), alpha=self.scale)
+            part.copy_(_rounded(exact, merged.dtype))
+        return merged
+
+
+Adapted = LoraLinear | LoraExperts
+
+
+def _take_adapted_experts(
+    experts: Any,
+    library: Callable[..., torch.Tensor],
+    gate_up: LoraExperts,
+    down: LoraExperts,
+    hidden_NH: torch.Tensor,
+    experts_NK: torch.Tensor,
+    weights_NK: torch.Tensor,
+) -> torch.Tensor:
+    """Return what a layer's experts and their adapters make of tokens, [N, H], in the library's order of terms.
+
+    As in its `grouped_mm_experts_forward` nothing waits for the device, and no expert is computed by itself.
+
+    Args:
+        experts: the library's module; library: what it computes without adapters.
+        weights_NK: the router's.
+    """
+    if not gate_up.adapted:
+        return library(hidden_NH, experts_NK, weights_NK)
+    experts_P, order_P = experts_NK.flatten().sort()
+    every_E = torch.arange(experts.num_experts, device=experts_P.device)
+    ends_E = torch.searchsorted(experts_P, every_E, right=True, out_int32=True)
+    biases = (experts.gate_up_proj_bias, experts.down_proj_bias) if experts.has_bias else ()
+    up_PO, down_PO = (bias[experts_P] for bias in biases) if biases else (None, None)
+    hidden_PH = hidden_NH[order_P // experts_NK.shape[1]]
+    found_PH = down(experts._apply_gate(gate_up(hidden_PH, ends_E, up_PO)), ends_E, down_PO)
+    found_PH = found_PH * weights_NK.flatten()[order_P].unsqueeze(1)
+    place_P = torch.empty_like(order_P).scatter_(0, order_P, torch.arange(len(order_P), device=order_P.device))
+    return found_PH[place_P].unflatten(0, experts_NK.shape).sum(1).to(hidden_NH.dtype)
+
+
+def _rounded(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return dithered(exact) if dtype is torch.bfloat16 else exact.to(dtype)
 
 
 def dithered(exact: torch.Tensor) -> torch.Tensor:
@@ -92,10 +186,10 @@ def dithered(exact: torch.Tensor) -> torch.Tensor:
 
 
 def attach(lm: nn.Module, config: LoraConfig, seed: int) -> None:
-    """Freeze a model and give its linear layers adapters, in place; a head of scores stays trained.
+    """Freeze a model and give its linear layers, and experts, adapters, in place; a head of scores stays trained.
 
     Raises:
-        UserError: a target is no linear layer of the model's blocks.
+        UserError: a target is no linear layer of the model's blocks, or there are no experts.
     """
     linears = {
         f"{block}.{name}": module
@@ -109,6 +203,9 @@ def attach(lm: nn.Module, config: LoraConfig, seed: int) -> None:
             f"lora.targets: the model's blocks have no linear layer {missing if linears else ''}",
             f"name some of {', '.join(sorted(there))}" if there else "train this model without 'lora'",
         )
+    stacks = stacks_of_experts(lm) if config.experts else {}
+    if config.experts and not stacks:
+        raise UserError(*NO_EXPERTS)
     lm.requires_grad_(False)
     if isinstance(score := getattr(lm, "score", None), nn.Module):
         score.requires_grad_(True)
@@ -116,11 +213,25 @@ def attach(lm: nn.Module, config: LoraConfig, seed: int) -> None:
     for name, linear in linears.items():
         if config.targets is None or name.rpartition(".")[2] in config.targets:
             lm.set_submodule(name, LoraLinear(linear, config, generator))
+    for experts in stacks.values():
+        _attach_to_experts(experts, config, generator)
 
 
-def adapted_layers(lm: nn.Module) -> dict[str, LoraLinear]:
-    """Return the layers with adapters by the Hugging Face name of their weight; none in a model without adapters."""
-    return {f"{name}.weight": module for name, module in lm.named_modules() if isinstance(module, LoraLinear)}
+def _attach_to_experts(experts: Any, config: LoraConfig, generator: torch.Generator) -> None:
+    """Give the experts of a layer adapters; their module stays the library's, and computes with these from then on."""
+    gate_up = LoraExperts(experts, "gate_up_proj", config, generator)
+    down = LoraExperts(experts, "down_proj", config, generator)
+    experts.add_module(f"gate_up_proj{EXPERTS_ADAPTER}", gate_up)
+    experts.add_module(f"down_proj{EXPERTS_ADAPTER}", down)
+    experts.forward = partial(_take_adapted_experts, experts, experts.forward, gate_up, down)
+
+
+def adapted_layers(lm: nn.Module) -> dict[str, Adapted]:
+    """Return what has adapters by the Hugging Face name of its weight; nothing in a model without adapters."""
+    modules = dict(lm.named_modules())
+    linears = {f"{name}.weight": module for name, module in modules.items() if isinstance(module, LoraLinear)}
+    experts = {name: module for name, module in modules.items() if isinstance(module, LoraExperts)}
+    return {**linears, **{name.removesuffix(EXPERTS_ADAPTER): module for name, module in experts.items()}}
 
 
 def base_parameters(lm: nn.Module) -> dict[str, nn.Parameter]:
@@ -202,25 +313,3 @@ def load_adapter(lm: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
         raise ValueError("the adapters are of other layers or sizes")
     for name, value in own.items():
         value.copy_(state[name])
-
-
-def write_adapter(lm: Any, folder: Path) -> None:
-    """Write the adapters alone in PEFT's format: adapter_config.json and adapter_model.safetensors."""
-    layers = adapted_layers(lm)
-    config = next(iter(layers.values())).config
-    folder.mkdir(parents=True)
-    tensors = {f"{PEFT_PREFIX}{name}.weight": value.cpu().contiguous() for name, value in adapter_state(lm).items()}
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    described = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": Path(lm.name_or_path).name or None,  # the path itself is nobody else's business
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "lora_dropout": 0.0,
-        "target_modules": sorted({name.split(".")[-2] for name in layers}),
-        "bias": "none",
-        "inference_mode": True,
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
-    share_weights_of(folder, "adapter_config.json")

@@ -79,6 +79,7 @@ def another_expert(routes: Ragged) -> Ragged:
         pytest.param(
             {"rank": 4, "alpha": 8, "targets": ["q_proj", "o_proj"]}, id="adapters", marks=pytest.mark.exhaustive
         ),
+        pytest.param({"rank": 8, "alpha": 8, "experts": True}, id="adapters on experts", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_step_with_routes_that_are_the_actors_own_ends_in_the_same_bits(

@@ -28,6 +28,7 @@ from penstock.engines.families.shape import ModelShape, read_shape
 from penstock.engines.families.table import USUAL
 from penstock.engines.models.loading import load_causal_lm, load_reward_model
 from penstock.engines.models.models import PackedPolicy
+from penstock.engines.models.peft import write_adapter
 from penstock.engines.sizing.flops import forward_flops, training_flops
 from penstock.engines.sizing.memory import Rank, Recomputed, rank_phases
 from penstock.engines.weights.layout import fused_view, ordered_parameters, plan
@@ -42,7 +43,6 @@ from penstock.engines.weights.lora import (
     load_adapter,
     merged_state,
     without_adapters,
-    write_adapter,
 )
 from tests.engines.rows import random_rows
 from tests.engines.shared_ranks import Shape

@@ -17,8 +17,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from penstock.base.ragged import Ragged
+from penstock.benchmarks.workload.families import write_family
 from penstock.configs.sections.trainer import LoraConfig, SftConfig
 from penstock.engines.batches.packing import Rows
+from penstock.engines.families.shape import read_settings
+from penstock.engines.families.table import family_of
 from penstock.engines.models.model_folder import with_adapters
 from penstock.engines.training.state_images import read_causal_lm_weights, saved_actor
 from tests.engines.rows import LOSS, SPLIT, gathered, random_rows, with_columns, write_rows
@@ -151,6 +154,55 @@ def test_a_checkpoint_holds_the_adapters_alone_and_goes_on_bit_for_bit(
     ranks.build(tmp_path / "other", **sections)
     error = ranks.ask("refusal", of="load", arguments={"folder": str(saved), "version": 1})[0]["error"]
     assert "trained beside other weights" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen 3 MoE", pytest.param("gpt-oss", marks=pytest.mark.exhaustive)])
+def test_adapters_on_experts_reach_vllm_and_go_on_bit_for_bit(name: str, one_rank: Ranks, tmp_path: Path) -> None:
+    """Stale after a step, equal after the reshard and after a restore; experts themselves never change.
+
+    Controls: a new model without the restore; and without the option a step moves linear layers' adapters alone, from
+    the same start, and vLLM's experts are the trainer's own memory.
+    """
+    folder, saved = write_family(name, tmp_path / "model"), tmp_path / "checkpoint"
+    saved.mkdir()
+    lora = {"rank": 8, "alpha": 16.0}
+
+    def build(experts: bool) -> tuple[dict[str, torch.Tensor], int]:
+        built = one_rank.build(folder, ROLES, actor={"zero_stage": 1, "lora": {**lora, "experts": experts}})
+        return one_rank.parameters(), built.parameters_copied
+
+    without, copied = build(experts=False)
+    started, more = build(experts=True)
+    assert all(torch.equal(value, started[key]) for key, value in without.items())
+    both = 2 * len(family_of(read_settings(folder)["model_type"]).transposed)  # copied in any case
+    assert more == copied + 2 * 2 - both
+    assert all(".experts." in key for key in started.keys() - without.keys())
+    assert _gap(one_rank) < EQUAL
+    _step(one_rank, tmp_path, 0)
+    assert _gap(one_rank) > STALE
+    one_rank.ask("reshard", version=1)
+    assert _wrong(one_rank) == [] and _gap(one_rank) < EQUAL
+    one_rank.ask("save", folder=str(saved))
+    one_rank.ask("export", folder=str(tmp_path / "exported"))
+    at_save = one_rank.parameters()
+    assert {key for key in started if not torch.equal(at_save[key], started[key])} <= set(_adapters(started))
+    held = [key for key in _adapters(started) if ".experts." in key and key.endswith("lora_B")]
+    assert len(held) == 4 and all(at_save[key].any() for key in held)
+    _step(one_rank, tmp_path, 1)
+    wanted = one_rank.parameters()
+    assert any(not torch.equal(wanted[key], at_save[key]) for key in held)
+
+    assert not _same(build(experts=True)[0], at_save)
+    one_rank.ask("load", folder=str(saved), version=1)
+    assert _same(one_rank.parameters(), at_save) and _gap(one_rank) < EQUAL
+    _step(one_rank, tmp_path, 1)
+    assert _same(one_rank.parameters(), wanted)
+    weights, config = read_causal_lm_weights(saved_actor(saved)), LoraConfig(**lora, experts=True)
+    merged = with_adapters(folder, weights, config, saved_actor(saved).frozen_sum, tmp_path / "adapter").state_dict()
+    assert _same(load_unpacked(tmp_path / "exported", attention="eager").state_dict(), dict(merged))
+    ours, theirs = (tmp_path / name / "adapter_model.safetensors" for name in ("adapter", "exported/adapter"))
+    assert _same(load_file(ours), load_file(theirs))
 
 
 @pytest.mark.parametrize(("count", "stage"), [(2, 1), (1, 2)])

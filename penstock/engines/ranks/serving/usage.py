@@ -58,7 +58,7 @@ def work_on(models: RankModels, rows: Rows, role: CountedModel, epochs: int) -> 
     if not shape.explained:
         return work
     trainer = {"actor": models.config.actor, "critic": models.config.critic}.get(role)
-    adapters = shape.adapter_parameters(trainer.lora) if trainer is not None else 0
+    adapters = shape.adapter_parameters_per_token(trainer.lora) if trainer is not None else 0
     count, times = (training_flops, epochs) if epochs else (forward_flops, 1)
     shared_B, scalar = rows.shared_B, role == "critic"
     return work | {
