@@ -40,7 +40,8 @@ def serve_pages(folder: Path, tracker_port: int, prefect_port: int, console: Con
     prefect = ["penstock.cli.prefect.own_server", "127.0.0.1", str(prefect_port)]
     password = os.environ.get("PREFECT_SERVER_API_AUTH_STRING") or secrets.token_urlsafe(12)
     about_prefect = password_settings(password)
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job inherits an ignored SIGINT
+        signal.signal(number, _interrupt)
     servers: dict[str, subprocess.Popen[bytes]] = {}
     try:
         with interrupts_deferred():  # or one that has started and is not in the list yet would stay
