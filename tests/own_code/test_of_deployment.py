@@ -64,7 +64,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     write_own_model(place.model)
     with (place.model / "configuration_ours.py").open("a", encoding="utf-8") as code:
         code.write(f"\n\nopen({str(place.ran)!r}, 'w')\n")
-    with opened(KIND, place.config(), str(place.run.path), None) as (config, run):
+    with disable_run_logger(), opened(KIND, place.config(), str(place.run.path), None) as (config, run):
         write_config(run, config)
     shutil.copytree(place.model, run.model("final"))
     run.prompts("train").parent.mkdir()
@@ -78,7 +78,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 def trains(place: Place) -> None:
     """A new training, by a form."""
-    with opened(KIND, place.config(), str(place.path / "new"), None):
+    with disable_run_logger(), opened(KIND, place.config(), str(place.path / "new"), None):
         pass
 
 

@@ -9,7 +9,7 @@ import pytest
 from penstock.base.errors import UserError
 from penstock.benchmarks.peers.logs import trl_figures, verl_figures
 from penstock.benchmarks.reporting.result import new_result, read_result, write_result
-from penstock.cli.commands.bench import peers
+from penstock.cli.commands.bench_files import peers
 
 TRL = """
 Loading checkpoint shards: 100%
