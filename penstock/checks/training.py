@@ -106,18 +106,19 @@ def check_environment(config: TrainConfig) -> None:
     if config.environment is None:
         return
     tools_told(config.environment)
-    rollout, refused = config.rollout, config.algorithm.dynamic_sampling is not None
-    if refused and (rollout.goes_on or rollout.tail is not None) and asks_policy(config.environment):
+    ways = [name for name in ("tail", "carry", "stream") if getattr(config.rollout, name) is not None]
+    resamples = config.algorithm.dynamic_sampling is not None and (config.rollout.goes_on or "tail" in ways)
+    if resamples and asks_policy(config.environment):
         raise UserError(
-            f"'{config.environment.type}' asks the policy for its turns, and nobody has compared such episodes with "
-            "further rounds of an iteration that go on with them",
-            "remove algorithm.dynamic_sampling, or rollout.tail, rollout.carry and rollout.stream",
+            f"'{config.environment.type}' asks the policy for its turns, and it is not known whether a training learns "
+            f"the same where algorithm.dynamic_sampling goes on with such episodes of rollout.{ways[0]}",
+            f"remove algorithm.dynamic_sampling or rollout.{ways[0]}",
         )
-    if config.environment.max_paths > 1 and rollout.goes_on:
+    if config.environment.max_paths > 1 and config.rollout.goes_on:
         raise UserError(
-            "'environment.max_paths' is above 1, and what an episode of several paths has under way does not outlast "
-            "its engine: with rollout.carry or rollout.stream.staleness a resume or a replay would have other episodes",
-            "remove it, use rollout.tail or rollout.stream at staleness 0, or set environment.max_paths=1",
+            f"'environment.max_paths' is above 1 with rollout.{ways[0]}: what an episode of several paths has under "
+            "way does not outlast its engine, so a resume or a replay would have other episodes",
+            "set environment.max_paths=1, or use rollout.tail, or rollout.stream at staleness 0",
         )
     if config.data.image_column is not None and asks_policy(config.environment):
         raise UserError(

@@ -55,7 +55,7 @@ def print_dry_run(
         *describe_together(config),
         *describe_offload(config, estimates),
         describe_snapshots(estimates),
-        *idle_settings(config),
+        *(() if history else idle_settings(config)),  # of a run that goes on all values are given, also defaults
         *describe_prompts(config),
         *trial_call(config),
         *describe_waiting(history, config.rollout_apart),
@@ -100,7 +100,7 @@ def print_dry_run_of_steps(
     for text in (
         *filter(None, [gpus]),
         describe_snapshots(estimates),
-        *idle_steps(config),
+        *(() if going_on else idle_steps(config)),
         *describe_model(config),
         *describe_steps(config, going_on),
         describe_disk(config),

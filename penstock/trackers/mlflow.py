@@ -402,7 +402,7 @@ def pages(folder: Path, port: int) -> Pages | None:
 def newest_experiment(tracking_uri: str) -> str:
     """Return the part of MLflow's address that shows the experiment of the newest run; empty where there is none.
 
-    A comparison is no run of its own: who has compared opens the pages of what was compared.
+    A comparison is no run of its own: its experiment is passed over.
     """
     client = connect(tracking_uri)
     experiments = [item.experiment_id for item in client.search_experiments() if item.name != COMPARISONS]

@@ -108,7 +108,7 @@ def assert_alike(inside: Path, asked: Path, names: Sequence[str]) -> None:
 
 
 def assert_carried_alike(inside: RunFolder, asked: RunFolder) -> None:
-    """Seeds alone may differ in nothing either; an agent's episodes have columns besides."""
+    """All that is carried of one inside is carried of an agent, too, which has columns of its own besides."""
     inside_turns, several = 0, 0
     for number in range(1, 5):
         files = [run.carried(number) for run in (inside, asked)]

@@ -94,8 +94,10 @@ def find_model(url: str) -> Served:
             first = json.load(response)["data"][0]
         return Served(first["id"], first.get("root"), first.get("max_model_len"))
     except (OSError, ValueError, LookupError, TypeError) as error:
+        answered = isinstance(error, urllib.error.HTTPError)  # which says its number, where the other wraps a reason
         raise UserError(
-            f"{url} does not answer as a server with OpenAI's API: {getattr(error, 'reason', error)}",
+            f"{url} does not answer as a server with OpenAI's API: "
+            f"{error if answered else getattr(error, 'reason', error)}",
             "start one: penstock serve FOLDER",
         ) from error
 

@@ -86,6 +86,7 @@ class Episodes:
 
 
 NO_SEED = -1  # of an episode that has not begun
+NO_ENGINE = -1  # has anything that lives of an episode
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class CarriedEpisodes:
     failures_B: list[str | None]
     asked: Asked | None = None  # of agents' episodes
     known_B: list[str] | None = None  # of agents' that go on: a digest of all that their engine knows of each
+    engines_B: np.ndarray | None = None  # int32: that has what lives of it, or NO_ENGINE; None: of none is it known
 
 
 @dataclass(frozen=True)

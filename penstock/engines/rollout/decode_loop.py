@@ -50,6 +50,7 @@ class Share:
         carried: what there is of responses to the first prompts; None: nothing is kept of unfinished ones.
         ended: responses that are there already.
         images: gives those of the prompt at a position.
+        engine: the number of the engine among those that share the prompts.
     """
 
     number: int
@@ -62,6 +63,7 @@ class Share:
     carried: CarriedResponses | None = None
     ended: EndedResponses | None = None
     images: Callable[[int], Sequence[versions.PromptImage]] = _none
+    engine: int = 0
 
     @property
     def own_streams(self) -> bool:

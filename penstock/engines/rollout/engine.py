@@ -42,6 +42,7 @@ from penstock.engines.rollout import vllm as versions
 from penstock.engines.rollout.batch_sizes import begin_together, capture_sizes, max_sequences, most_at_once
 from penstock.engines.rollout.decode_loop import DecodeLoop, Share
 from penstock.engines.rollout.environments.host import Environments
+from penstock.engines.rollout.episode import homes_of
 from penstock.engines.rollout.episodes import EpisodeLoop
 from penstock.engines.rollout.games.loop import GameLoop
 from penstock.engines.rollout.partial_results import PartialResultSender
@@ -195,6 +196,7 @@ class Generator:
         prompts, sampling, carried = asked.prompts, asked.sampling, asked.carried
         number, store, place = asked.number, self.store, self.place_among(asked.sharing)
         before = 0 if carried is None else len(carried.tokens) // sampling.samples
+        homes_P, at_once = None if carried is None else homes_of(carried, sampling.samples), asked.together is None
         began = time.perf_counter()
         if not self.loop.busy:  # a generation that is under way keeps its KV cache and its random stream
             if not (self.config.begins_ahead and self.loop.holds_keys):
@@ -206,7 +208,7 @@ class Generator:
         share = Share(
             number,
             prompts,
-            prompt_queue(prompts.lengths_B, place, store, number, reproducible, before, asked.together is None),
+            prompt_queue(prompts.lengths_B, place, store, number, reproducible, before, at_once, homes_P),
             sampling,
             self._parameters(sampling, reproducible, [] if play is None else play.stop_tokens),
             min(self.max_sequences, most_at_once(asked.together or len(prompts), sampling.samples, place.engines)),
@@ -214,6 +216,7 @@ class Generator:
             carried,
             asked.ended,
             partial(self._images_of, asked.images),
+            place.engine,
         )
         if play is None:
             return SingleResponses(share, sender)

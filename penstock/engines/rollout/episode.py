@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from penstock.base.ragged import Ragged
-from penstock.engines.commands.rollout import NO_SEED, Asked, CarriedEpisodes, CarriedResponses, Paths
+from penstock.engines.commands.rollout import NO_ENGINE, NO_SEED, Asked, CarriedEpisodes, CarriedResponses, Paths
 from penstock.engines.rollout.carried import versions_of
 from penstock.engines.rollout.decode_loop import Generation, Request
 from penstock.environments.gateway.asks import Ask
@@ -66,6 +66,9 @@ class Placed:
             return self.aside
         path, ended = self.paths[0], self.drawn.get(0)
         return path.until(len(path.tokens) - (0 if ended is None else len(ended.tokens)))
+
+
+NOBODY: Any = None  # owns a request that waits for another generation
 
 
 @dataclass(slots=True)
@@ -202,6 +205,12 @@ class Episode:
         self.row, self.position, self.sample = row, position, sample
         self.began, self.prompt_tokens, self.cached_tokens = time.perf_counter(), 0, 0
 
+    def rest(self) -> None:
+        """Wait for another generation: the requests that wait with it let go of the one that has ended."""
+        for placed in self.round:
+            for request in (*placed.begun.values(), *placed.drawn.values()):
+                request.owner = NOBODY
+
     def with_begun(self) -> Episode:
         """Return the episode with what there is of a turn that has not ended, as if an environment played it."""
         begun = [placed.begun[0] for placed in self.round if 0 in placed.begun and placed.paths.get(0) is self]
@@ -306,24 +315,33 @@ def spans_of(versions: Sequence[int]) -> list[tuple[int, int]]:
 
 def known_of(episode: Episode) -> str:
     """Return a digest of all that an engine knows of an agent's episode that goes on."""
-    paths = [
-        (path.prompt, path.tokens, path.versions, path.turn_ends, path.own) for path in (episode, *episode.branches)
-    ]
-    under_way = [] if episode.owed else episode.round
-    turns = [(placed.aside, placed.refused, *map(_drawn, (placed.begun, placed.drawn))) for placed in under_way]
-    own = (episode.owed, episode.truncated, episode.unbridged, episode.in_vain, sorted(episode.asides.items()))
-    return hashlib.sha256(repr((paths, turns, own)).encode()).hexdigest()
+    digest = hashlib.sha256()
+    for path in (episode, *episode.branches):
+        _put(digest, path.prompt, path.tokens, path.versions, path.turn_ends, [path.own])
+    for placed in () if episode.owed else episode.round:
+        digest.update(repr(placed.refused).encode())
+        _put(digest, [-1] if placed.aside is None else placed.aside)
+        for turns in (placed.begun, placed.drawn):
+            for choice, turn in sorted(turns.items()):
+                _put(digest, [choice], turn.tokens, [number for span in turn.versions for number in span])
+    for followed, times in sorted(episode.asides.items()):
+        digest.update(followed)
+        _put(digest, [times])
+    _put(digest, [episode.owed, episode.truncated, episode.unbridged, episode.in_vain])
+    return digest.hexdigest()
 
 
-def _drawn(turns: Mapping[int, Request]) -> list[object]:
-    return [(choice, turn.tokens.tolist(), turn.versions) for choice, turn in sorted(turns.items())]
+def _put(digest: Any, *lists: Sequence[int]) -> None:
+    """Let a digest be of some more lists, each with its length before it."""
+    for numbers in lists:
+        digest.update(len(numbers).to_bytes(8))
+        digest.update(np.asarray(numbers, np.int64).tobytes())
 
 
 def heard(tokens: Sequence[int], turn_ends: Sequence[int]) -> str:
     """Return a digest of what an environment was told of an episode, and answered."""
-    known = tokens[: turn_ends[-1]] if len(turn_ends) else []
-    digest = hashlib.sha256(np.asarray([len(turn_ends), *turn_ends], np.int64).tobytes())
-    digest.update(np.asarray(known, np.int64).tobytes())
+    digest = hashlib.sha256()
+    _put(digest, turn_ends, tokens[: turn_ends[-1]] if len(turn_ends) else [])
     return digest.hexdigest()
 
 
@@ -341,25 +359,38 @@ def under_way(carried: CarriedResponses | None) -> dict[int, str]:
     return {int(seeds_B[row]): heard(carried.tokens.row(row).tolist(), ends.row(row).tolist()) for row in rows}
 
 
+def homes_of(carried: CarriedResponses, samples: int) -> np.ndarray | None:
+    """Return for each carried prompt the engine that has what lives of its episodes, int32; None: nobody knows."""
+    if carried.episodes is None or carried.episodes.engines_B is None:
+        return None
+    homes_P: np.ndarray = carried.episodes.engines_B.reshape(-1, samples).max(axis=1)
+    return homes_P
+
+
 def carried_episodes(
-    episodes: Sequence[Episode], ended: Sequence[bool], logprobs: bool, asked: Asked | None = None
+    episodes: Sequence[Episode],
+    ended: Sequence[bool],
+    logprobs: bool,
+    engine: int,
+    asked: Asked | None = None,
+    known: Mapping[int, str] | None = None,
 ) -> CarriedResponses:
     """Return what there is of episodes, for a later generation to go on with.
 
     Args:
         logprobs: whether they were asked for.
+        engine: that has those which have not ended.
         asked: what agents bring.
+        known: of agents' episodes that have not ended, by seed what `known_of` says.
     """
-    known_B = None
-    if asked is not None and not all(ended):
-        known_B = ["" if over else known_of(episode) for episode, over in zip(episodes, ended, strict=True)]
+    known_B = None if not known else [known.get(episode.seed, "") for episode in episodes]
     if asked is not None and asked.paths is None:
         episodes = [episode.with_begun() for episode in episodes]
-    known = [episode.joined("logprobs") for episode in episodes] if logprobs else []
+    kept = [episode.joined("logprobs") for episode in episodes] if logprobs else []
     rewards = [np.nan if episode.earned.reward is None else episode.earned.reward for episode in episodes]
     return CarriedResponses(
         tokens=Ragged.of([episode.joined("tokens") for episode in episodes], np.int32),
-        logprobs_T=Ragged.of(known, np.float32).values_T,
+        logprobs_T=Ragged.of(kept, np.float32).values_T,
         versions_T=Ragged.of([episode.joined("versions") for episode in episodes], np.int32).values_T,
         ended_B=np.asarray(ended, bool),
         truncated_B=np.asarray([episode.truncated for episode in episodes], bool),
@@ -373,5 +404,6 @@ def carried_episodes(
             failures_B=[episode.earned.failure for episode in episodes],
             asked=asked,
             known_B=known_B,
+            engines_B=np.where(ended, NO_ENGINE, engine).astype(np.int32),
         ),
     )

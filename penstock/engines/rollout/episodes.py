@@ -28,8 +28,8 @@ import copy
 import hashlib
 import logging
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -59,6 +59,10 @@ from penstock.environments.gateway.asks import Ask
 from penstock.environments.pool import Asking
 from penstock.environments.worker import Call, Reply
 
+# Why an episode that was played again, where another engine or none has it, is not the one that was carried.
+OBSERVED = "their environments, played again, answered otherwise"
+ASKED = "their agents, played again, asked otherwise"
+BESIDE = "their agents had turns beside the conversation, which are not kept"
 NOT_BRIDGED = "a turn with tool calls did not end as the chat template ends turns, so the results cannot follow it"
 
 _log = logging.getLogger(__name__)
@@ -114,7 +118,8 @@ class EpisodeLoop:
         self._complete: list[int] = []  # positions of prompts whose episodes have ended since the last step
         self._counted: set[int] = set()  # positions of prompts that count
         self._sender, self._untold = sender, list[EndedResponse]()
-        self._given_up = 0  # tokens of turns that were under way at the end, and are lost
+        self._given_up = 0  # tokens that are lost: of turns under way at the end, and of episodes that began anew
+        self._anew = Counter[str]()  # why carried episodes began anew, and how many
         self._began = time.perf_counter()
         self._seconds = 0.0
         if self._carries:
@@ -171,7 +176,7 @@ class EpisodeLoop:
 
     def give_up(self, requests: list[Request], tokens: int) -> None:
         """Keep what there is, where episodes are carried over; remember how much was sampled in vain."""
-        self._given_up = tokens
+        self._given_up += tokens
         if self._carries:
             for request in requests:
                 drawn = self._drawn[request.row]
@@ -184,6 +189,8 @@ class EpisodeLoop:
     def generated(self) -> Played:
         """Return the episodes that count, once the generation has ended."""
         left = self._leave()
+        for why, number in self._anew.items():
+            _log.warning("%d episodes that were carried over began anew: %s", number, why)
         episodes = [episode for episode in self._episodes if episode.position in self._counted]
         unused = [episode for episode in self._episodes if episode.position not in self._counted]
         versions = [episode.policys_versions for episode in episodes]
@@ -213,10 +220,16 @@ class EpisodeLoop:
             asked=self._asked(episodes),
         )
 
-    def _gathered(self, episodes: Sequence[Episode], ended: Sequence[bool] | None = None) -> CarriedResponses:
+    def _gathered(
+        self,
+        episodes: Sequence[Episode],
+        ended: Sequence[bool] | None = None,
+        known: Mapping[int, str] | None = None,
+    ) -> CarriedResponses:
         """Return what there is of episodes; all have ended unless told otherwise."""
         ended = [True] * len(episodes) if ended is None else ended
-        return carried_episodes(episodes, ended, self._share.sampling.logprobs, self._asked(episodes))
+        logprobs, engine = self._share.sampling.logprobs, self._share.engine
+        return carried_episodes(episodes, ended, logprobs, engine, self._asked(episodes), known)
 
     def _asked(self, episodes: Sequence[Episode]) -> Asked | None:
         agents = self._environments.agents
@@ -249,10 +262,9 @@ class EpisodeLoop:
         alive = self._environments.live.pop(episode.seed, None)
         if self._environments.agents is not None:
             if alive is None and (episode.unbridged or self._environments.agents.max_paths > 1):
-                _log.warning("an agent's episode that was carried over had turns that are not kept: it begins anew")
-                self._begin_anew(episode, episode.version)
+                self._begin_anew(episode, episode.version, BESIDE)
                 return
-            episode = self._agent_goes_on(episode, alive)
+            episode = self._agent_goes_on(episode, None if alive is None else alive.episode)
         self._live[episode.name] = episode
         if alive is None:
             episode.replayed = 0
@@ -262,7 +274,7 @@ class EpisodeLoop:
         else:
             self._ready.append(episode)
 
-    def _agent_goes_on(self, episode: Episode, alive: Alive | None) -> Episode:
+    def _agent_goes_on(self, episode: Episode, alive: Episode | None) -> Episode:
         """Return an agent's episode with the turns that are under way.
 
         Args:
@@ -272,12 +284,12 @@ class EpisodeLoop:
         if alive is None:
             episode.round = [begun_turn(episode, self)]
             return episode
-        alive.episode.moved(episode.row, episode.position, episode.sample)
-        self._episodes[episode.row] = alive.episode
-        for placed in alive.episode.round:
+        alive.moved(episode.row, episode.position, episode.sample)
+        self._episodes[episode.row] = alive
+        for placed in alive.round:
             for request in placed.drawn.values():  # known here by the numbers of another generation
                 request.owner, request.row = self, next(self._numbers)
-        return alive.episode
+        return alive
 
     def _is_as_before(self, episode: Episode, turn: int, reply: Reply) -> bool:
         """Whether an environment that is played again answered a turn with what the policy has read."""
@@ -292,13 +304,8 @@ class EpisodeLoop:
         turn = episode.replayed
         assert turn is not None
         if not self._is_as_before(episode, turn, reply):
-            _log.warning(
-                "the environment of an episode that was carried over was played again and answered otherwise after "
-                "%d turns (%s): the episode begins anew",
-                turn,
-                reply.failure or "another observation",
-            )
-            self._begin_anew(episode, version)
+            otherwise = OBSERVED if self._environments.agents is None else ASKED
+            self._begin_anew(episode, version, reply.failure or otherwise)
         elif turn == len(episode.turn_ends):
             episode.replayed = None
             for placed in episode.round:
@@ -319,7 +326,10 @@ class EpisodeLoop:
         told = agents.told_again(episode, turn, ask, text, self._share.parameters.stop_token_ids)
         return Call(episode.name, turns=[[told]])
 
-    def _begin_anew(self, episode: Episode, version: int) -> None:
+    def _begin_anew(self, episode: Episode, version: int, why: str) -> None:
+        begun = [request for placed in episode.round for request in placed.begun.values()]
+        self._given_up += sum(episode.joined("mask")) + sum(len(request.tokens) for request in begun)
+        self._anew[why] += 1
         if self._environments.agents is not None:
             self._environments.pool.abandon([episode.name])  # it waits for an answer
         prompt = self._share.prompts.row(episode.position).tolist()
@@ -334,16 +344,19 @@ class EpisodeLoop:
             return None
         caught_up = [episode for episode in self._live.values() if episode.replayed is None]
         self._environments.pool.abandon(self._live.keys() - {episode.name for episode in caught_up})
+        known = None if self._environments.agents is None else {one.seed: known_of(one) for one in self._live.values()}
         for episode in caught_up:
-            of_agent = self._environments.agents is not None
-            known = known_of(episode) if of_agent else heard(episode.tokens, episode.turn_ends)
-            self._environments.live[episode.seed] = Alive(episode, known)
+            if known is None:
+                self._environments.live[episode.seed] = Alive(heard(episode.tokens, episode.turn_ends))
+                continue
+            episode.rest()
+            self._environments.live[episode.seed] = Alive(known[episode.seed], episode)
         positions = [position for position in self._left if position not in self._counted]
         by_place = {(episode.position, episode.sample): episode for episode in self._episodes}
         samples = range(self._share.sampling.samples)
         episodes = [by_place[position, sample] for position in positions for sample in samples]
         ended = [episode.name not in self._live for episode in episodes]
-        return Left(np.asarray(positions, np.int64), self._gathered(episodes, ended))
+        return Left(np.asarray(positions, np.int64), self._gathered(episodes, ended, known))
 
     # ---- the environments' turn ----------------------------------------------------------------------------------
 

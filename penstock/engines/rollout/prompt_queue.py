@@ -76,19 +76,25 @@ class PulledPrompts:
     Guided self-scheduling (Polychronopoulos and Kuck, 1987): a pull takes a fraction of what is left for each engine,
     so the first pulls are large, and the last prompts are handed out one by one. An engine pulls at most once a step,
     so those that have room at the same time take turns.
+
+    Args:
+        own: positions that are this engine's in any case, before all others.
     """
 
-    def __init__(self, order_P: np.ndarray, engines: int, counter: Counter) -> None:
+    def __init__(self, order_P: np.ndarray, engines: int, counter: Counter, own: Sequence[int] = ()) -> None:
         self._order, self._engines, self._counter = order_P, engines, counter
+        self._own = FixedShare(np.asarray(own, np.int64), at_once=False)
         self._taken = 0  # by all engines, as far as this one knows
 
     @property
     def exhausted(self) -> bool:
         """Whether no prompt is left."""
-        return self._taken >= len(self._order)
+        return self._own.exhausted and self._taken >= len(self._order)
 
     def take(self, room: int) -> Sequence[int]:
         """Return the next positions, at most `room`; none if other engines were faster."""
+        if not self._own.exhausted:
+            return self._own.take(room)
         left = len(self._order) - self._taken
         wanted = max(1, min(room, left // (PULLS_PER_SHARE * self._engines)))
         first = self._counter(wanted)
@@ -115,19 +121,25 @@ def prompt_queue(
     fixed: bool,
     carried: int = 0,
     at_once: bool = True,
+    homes_P: np.ndarray | None = None,
 ) -> PromptQueue:
     """Return where an engine gets its prompts from; with `fixed`, timing has no part in it.
 
     Args:
         carried: as in `pull_order`.
         at_once: as in `FixedShare`.
+        homes_P: int32, of the first prompts the engines that have what lives of them, and that they go to unless they
+            are `fixed`, as a part of a quota is then; another number: none has.
     """
     if place.engines == 1:
         return FixedShare(np.arange(len(lengths_P)), at_once)
     order_P = pull_order(lengths_P, carried)
     if fixed:
         return FixedShare(order_P[place.engine :: place.engines], at_once)
-    return PulledPrompts(order_P, place.engines, store_counter(store, place, str(generation)))
+    homes_P = np.empty(0, np.int32) if homes_P is None else homes_P
+    own = np.flatnonzero(homes_P == place.engine)
+    anyones = ~np.isin(order_P, np.flatnonzero((homes_P >= 0) & (homes_P < place.engines)))
+    return PulledPrompts(order_P[anyones], place.engines, store_counter(store, place, str(generation)), own.tolist())
 
 
 def store_counter(store: Any, place: EnginePlace, counted: str) -> Counter:

@@ -23,6 +23,7 @@ from prefect import get_run_logger
 
 from penstock.base.ragged import Ragged
 from penstock.engines.commands.rollout import (
+    NO_ENGINE,
     NO_SEED,
     Asked,
     CarriedEpisodes,
@@ -53,6 +54,7 @@ NO_EPISODE = CarriedEpisodes(
     rewards_B=np.full(1, np.nan),
     parts_B=[{}],
     failures_B=[None],
+    engines_B=np.full(1, NO_ENGINE, np.int32),
 )
 
 
@@ -106,6 +108,7 @@ def _episodes_in(columns: Mapping[str, Any]) -> CarriedEpisodes:
         failures_B=list(columns["failure"]),
         asked=asked,
         known_B=list(columns["known"]) if "known" in columns else None,
+        engines_B=columns.get("engine"),
     )
 
 
@@ -136,6 +139,7 @@ def _columns(left: CarriedResponses) -> dict[str, Any]:
         "reward": left.episodes.rewards_B,
         "reward_parts": [json.dumps(parts) for parts in left.episodes.parts_B],
         "failure": left.episodes.failures_B,
+        **({} if left.episodes.engines_B is None else {"engine": left.episodes.engines_B}),
         **_asked_columns(left.episodes),
     }
 
@@ -235,7 +239,12 @@ def _taken_episodes(parts: Sequence[CarriedEpisodes], loss_mask_T: np.ndarray, r
         failures_B=[earned[row][1] for row in rows_B],
         asked=_taken_asked(parts, rows_B),
         known_B=[known[row] for row in rows_B] if any(known) else None,
+        engines_B=np.concatenate([_engines_of(part) for part in parts])[rows_B],
     )
+
+
+def _engines_of(part: CarriedEpisodes) -> np.ndarray:
+    return np.full(len(part.seeds_B), NO_ENGINE, np.int32) if part.engines_B is None else part.engines_B
 
 
 def _taken_asked(parts: Sequence[CarriedEpisodes], rows_B: np.ndarray) -> Asked | None:

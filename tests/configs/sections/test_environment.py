@@ -68,7 +68,7 @@ def test_agents_do_not_go_with_what_nobody_has_compared() -> None:
     for rollout, sections in (({"tail": {}}, {}), ({"carry": {}}, {}), ahead):
         check_environment(TrainConfig(environment=agent, rollout=rollout, **sections))
         check_environment(TrainConfig(environment=GAME, rollout=rollout, **sections, **refusing))
-        with pytest.raises(UserError, match="CalculatorAgent' asks the policy for its turns, and nobody has compared"):
+        with pytest.raises(UserError, match="CalculatorAgent' asks the policy for its turns, and it is not known"):
             check_environment(TrainConfig(environment=agent, rollout=rollout, **sections, **refusing))
     for rollout, sections in (({"carry": {}}, {}), ahead):
         check_environment(TrainConfig(environment=agent, rollout=rollout, **sections))

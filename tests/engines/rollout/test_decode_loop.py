@@ -18,6 +18,7 @@ from penstock.engines.rollout.engine import engine_seed
 from penstock.engines.rollout.prompt_queue import (
     EnginePlace,
     FixedShare,
+    PromptQueue,
     PulledPrompts,
     place_of,
     prompt_queue,
@@ -90,6 +91,34 @@ def test_all_ranks_of_an_engine_learn_what_its_first_one_pulled() -> None:
     assert pulled[0] == pulled[1]
     assert pulled[2] == pulled[3]
     assert sorted(pulled[0] + pulled[2]) == list(range(40))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_prompts_go_to_the_engine_that_has_their_episodes(seed: int) -> None:
+    """Before all others, never more than there is room for, and each prompt is taken once. What an engine has that is
+    not there any more is anyone's. Control: without homes an engine takes what others have.
+    """
+    turns, store, homes_P = random.Random(seed), HashStore(), np.array([2, 0, 3, -1, 0, 1, 0], np.int32)
+    lengths = np.ones(20)
+
+    def queues(generation: int, homes_P: np.ndarray | None) -> list[PromptQueue]:
+        places = [EnginePlace(engine, 3, 0, 1) for engine in range(3)]
+        return [prompt_queue(lengths, place, store, generation, False, 7, homes_P=homes_P) for place in places]
+
+    def taken_by(engines: list[PromptQueue]) -> dict[int, list[int]]:
+        taken: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        while left := [engine for engine, queue in enumerate(engines) if not queue.exhausted]:
+            engine, room = turns.choice(left), turns.randint(1, 2)
+            pulled = engines[engine].take(room)
+            assert len(pulled) <= room
+            taken[engine] += pulled
+        return taken
+
+    taken = taken_by(queues(seed, homes_P))
+    assert taken[0][:3] == [1, 4, 6] and taken[1][:1] == [5] and taken[2][:1] == [0]
+    assert sorted(position for engine in taken.values() for position in engine) == list(range(20))
+    first = queues(seed + 10, None)[1].take(2)
+    assert first == [0, 1], "the first that is there takes them"
 
 
 def test_an_engine_alone_takes_all_at_once_and_fixed_shares_need_no_store() -> None:

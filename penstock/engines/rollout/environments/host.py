@@ -44,14 +44,15 @@ class Players:
 
 @dataclass(frozen=True)
 class Alive:
-    """An episode that a generation has left and whose environment lives.
+    """What a generation has left of an episode whose environment lives.
 
     Attributes:
         known: a digest of how far it is.
+        episode: of an agent, whose turns may be under way; an environment's is what was carried.
     """
 
-    episode: Episode
     known: str
+    episode: Episode | None = None
 
 
 @dataclass(frozen=True)

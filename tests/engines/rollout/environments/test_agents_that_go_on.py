@@ -31,7 +31,7 @@ BRANCHED = ["short", *["branched", "choices", "branched_tokens"] * 3]
 LONGEST_S = 15.0  # that an agent may take: a busy machine is slow
 FolderOf = Callable[[Shape], Path]
 
-pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+pytestmark = pytest.mark.slow
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,7 @@ def test_they_go_on_as_those_inside(played: Played) -> None:
     assert left is not None and left.episodes is not None and not inside_after.unused_tokens
     ends = left.episodes.turn_ends
     begun = [len(left.tokens.row(row)) > max([0, *ends.row(row)]) for row in range(len(ends))]
+    assert left.episodes.engines_B is not None and set(left.episodes.engines_B[~left.ended_B]) == {0}
     assert any(begun) and left.ended_B.any() and {0, 1} == {*asked_after.versions_T.tolist()}  # type: ignore[union-attr]
 
     played.build("playground:PlaygroundAgent")  # the process is another
@@ -135,6 +136,7 @@ def parts(responses: Ragged, asked: Asked, row: int) -> list[list[int]]:
     return [tokens[first:end] for first, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("max_paths", [1, 4])
 def test_what_is_asked_beside_a_conversation_goes_on_as_well(played: Played, max_paths: int) -> None:
     """Turns beside it or paths, choices and several at once, of which a generation has drawn some, and begun others. An
@@ -172,6 +174,7 @@ def test_what_is_asked_beside_a_conversation_goes_on_as_well(played: Played, max
     assert anew[0] == anew[1] != arrays(alive)
 
 
+@pytest.mark.exhaustive
 def test_one_that_asks_otherwise_begins_anew(played: Played) -> None:
     """Where it is played again. Controls: one that lives goes on, one that has ended is kept, and none fails."""
     played.build("playground:MoodyAgent")
@@ -195,6 +198,7 @@ def test_one_that_asks_otherwise_begins_anew(played: Played) -> None:
     assert not kept[False][heard_B & ~left.ended_B].any() and kept[False][left.ended_B].all()
 
 
+@pytest.mark.exhaustive
 def test_weights_change_while_they_play_as_for_those_inside(played: Played) -> None:
     """After a number of steps. Control: some episodes have tokens of both policies."""
     found = {}
