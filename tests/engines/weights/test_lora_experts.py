@@ -51,6 +51,14 @@ SHAPES = (
 )  # as most; transposed, with biases and another gate; not in all layers
 LORA = LoraConfig(rank=8, alpha=12.0, targets=["o_proj"], experts=True)
 LINEARS = LoraConfig(rank=8, alpha=12.0, targets=["o_proj"])
+FOR_PEFT = (  # by what is beside experts: nothing; biases; an MLP with a gate; dense layers, and attention's own gate
+    "Mixtral",
+    "gpt-oss",
+    "Qwen 2 MoE",
+    "Trinity",
+    "DeepSeek-V3",
+    "Qwen 3 Next",  # and gated delta nets
+)
 ROWS = random_rows(6)
 EVERY = list(range(len(ROWS)))
 
@@ -194,9 +202,15 @@ def test_merged_experts_in_bfloat16_are_rounded_as_linear_layers_are(folder: Pat
 
 
 @torch.no_grad()
-def test_peft_computes_the_same_from_the_adapters_folder(folder: Path, tmp_path: Path) -> None:
-    """It shares no code with ours. Controls: the base, and that nothing in the folder is left unread."""
-    lm = _load(folder)
+@pytest.mark.parametrize("experts", [True, False])
+@pytest.mark.parametrize("name", FOR_PEFT)
+def test_peft_computes_the_same_from_the_adapters_folder(name: str, experts: bool, tmp_path: Path) -> None:
+    """It shares no code with ours; of adapters on all linear layers, and on experts.
+
+    Controls: the base, and that nothing in the folder is left unread.
+    """
+    folder = write_family(name, tmp_path / "model")
+    lm = _load(folder, LoraConfig(rank=8, alpha=12.0, experts=experts), spread=0.05)
     write_adapter(lm, tmp_path / "adapter")
     tokens, base, merged = torch.arange(3, 30)[None], *(load_unpacked(folder, attention="eager") for _ in range(2))
     plain = base(tokens).logits
