@@ -188,14 +188,18 @@ def dithered(exact: torch.Tensor) -> torch.Tensor:
 def attach(lm: nn.Module, config: LoraConfig, seed: int) -> None:
     """Freeze a model and give its linear layers, and experts, adapters, in place; a head of scores stays trained.
 
+    Routers of a mixture rest, also where the library has them as linear layers.
+
     Raises:
         UserError: a target is no linear layer of the model's blocks, or there are no experts.
     """
+    family = family_in(lm)
+    resting = set(family.routers if family.experts else ())
     linears = {
         f"{block}.{name}": module
         for block, parent in blocks(lm).items()
         for name, module in parent.named_modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, nn.Linear) and resting.isdisjoint(name.split("."))
     }
     there = {name.rpartition(".")[2] for name in linears}
     if missing := [name for name in config.targets or () if name not in there] or not linears:
