@@ -398,9 +398,29 @@ def _within(name: str, parts: tuple[str, ...]) -> bool:
 
 
 def layer_names(folder: Path) -> set[str]:
-    """Return the last names of the layers with a matrix inside a model's blocks, from its weight files' headers."""
-    within = (name.split(".") for name, shape in weight_shapes(folder).items() if len(shape) == 2)
+    """Return the last names of the layers with a matrix inside a model's blocks, from its weight files' headers.
+
+    Of a mixture without experts and routers, which are no linear layers.
+    """
+    family = _family_in(folder)
+    others = (*family.stored_experts, *family.routers) if family.experts else ()
+    matrices = [name for name, shape in weight_shapes(folder).items() if len(shape) == 2 and not _within(name, others)]
+    within = (name.split(".") for name in matrices)
     return {parts[-2] for parts in within if parts[-1] == "weight" and any(part.isdigit() for part in parts)}
+
+
+def expert_names(folder: Path) -> set[str]:
+    """Return how parts of a mixture's experts are called, in its files and in the library; none without experts."""
+    family = _family_in(folder)
+    if not family.experts:
+        return set()
+    stored = (name for name in weight_shapes(folder) if _within(name, family.stored_experts))
+    ends = (*stored, *(own for own, _ in family.experts if _within(own, ("experts",))))
+    return {name.removesuffix(".weight").rpartition(".")[2] for name in ends}
+
+
+def _family_in(folder: Path) -> Family:
+    return family_of(of_decoder(read_settings(folder)).get("model_type", ""))
 
 
 def weight_shapes(folder: Path) -> dict[str, list[int]]:
