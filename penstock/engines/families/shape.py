@@ -18,6 +18,7 @@ from penstock.engines.families.images import of_decoder
 from penstock.engines.families.table import WINDOWED, Family, Linear, family_of
 
 SHARED_GATE = "shared_expert_gate"  # what weighs the MLP beside experts
+SEVERAL_TOKENS = "mtp."  # how the names of such layers' weights begin in files
 
 
 @dataclass(frozen=True)
@@ -300,10 +301,13 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[int]]) -> ModelShape:
     """Return a model's sizes from its configuration and the shapes of its weights by name.
 
+    Of layers for several tokens at a time, which nothing here loads, none is counted.
+
     Raises:
         KeyError: the configuration lacks a size.
     """
     config = of_decoder(config)
+    weights = {name: shape for name, shape in weights.items() if not name.startswith(SEVERAL_TOKENS)}
     heads, model_type = config["num_attention_heads"], config.get("model_type", "")
     latent = _latent(config, family_of(model_type))
     blocks = config.get("layers_block_type")  # by which some say how many layers there are

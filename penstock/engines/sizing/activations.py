@@ -228,17 +228,22 @@ def kept_bytes(shape: ModelShape, computation: Computation, micro_batch: MicroBa
         layers = min(INPUTS_AT_A_TIME, shape.layers) if computation.on_host else shape.layers
         blocks = layers * w * shape.hidden_size
     else:
-        blocks = sum(layers * total(table) for layers, table in _tables(shape, computation, micro_batch))
+        blocks = sum(layers * total(table) for layers, table in _tables(shape, computation, micro_batch.keys))
     of_responses = micro_batch.responses * total(response_table(shape, w))
     return tokens * (blocks + total(model_table(shape, w))) + of_responses
 
 
-def _tables(shape: ModelShape, computation: Computation, micro_batch: MicroBatch) -> list[tuple[int, list[Kept]]]:
+def _tables(shape: ModelShape, computation: Computation, keys: float) -> list[tuple[int, list[Kept]]]:
     """Return how many blocks there are of each kind, and what one keeps."""
-    tables = [(shape.attention_layers, layer_table(shape, computation, micro_batch.keys))]
+    tables = [(shape.attention_layers, layer_table(shape, computation, keys))]
     if shape.delta is not None:
-        tables.append((shape.delta.layers, delta_table(shape, computation, micro_batch.keys)))
+        tables.append((shape.delta.layers, delta_table(shape, computation, keys)))
     return tables
+
+
+def fullest_block(shape: ModelShape, computation: Computation, keys: float = 1.0) -> int:
+    """Return the bytes per token of the block that keeps the most, without checkpointing."""
+    return max(total(table) for _, table in _tables(shape, computation, keys))
 
 
 def in_flight_bytes(shape: ModelShape, computation: Computation, micro_batch: MicroBatch) -> int:
@@ -251,7 +256,5 @@ def in_flight_bytes(shape: ModelShape, computation: Computation, micro_batch: Mi
     if (experts := shape.experts) is not None:
         inner, copies = experts.chosen * experts.inner + experts.shared, 2 * experts.chosen
     gradients = computation.width * (4 * inner + copies * shape.hidden_size) + 3 * FLOAT32 * shape.hidden_size
-    again = 0
-    if computation.checkpointing:
-        again = max(total(table) for _, table in _tables(shape, computation, micro_batch))
+    again = fullest_block(shape, computation, micro_batch.keys) if computation.checkpointing else 0
     return micro_batch.tokens * (gradients + again)
