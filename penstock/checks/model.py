@@ -43,8 +43,10 @@ from penstock.engines.groups.placement import reshard_strategy
 from penstock.engines.sizing.memory import weight_width
 
 
-def check_model(config: TrainConfig, scores: bool = False) -> None:
+def check_model(config: TrainConfig, scores: bool = False, pairs: bool = False) -> None:
     """Check that the actor, or the reward model with `scores`, has a starting point.
+
+    `pairs`: it is trained on preferences, in groups that the flow makes.
 
     Raises:
         UserError: none is configured, or the folder is no model.
@@ -60,6 +62,8 @@ def check_model(config: TrainConfig, scores: bool = False) -> None:
     check_trust(config.model)
     check_model_folder(Path(config.model.path), "model.path", scores, config.model.code)
     check_sight(Path(config.model.path), config.data.image_column)
+    if pairs:
+        check_no_states(Path(config.model.path), "a reward model" if scores else "preferences")
     check_states(config)
     check_exact_shards(config)
     check_attention(config)
@@ -131,6 +135,20 @@ def check_states(config: TrainConfig) -> None:
             f"the model in {folder} has layers that carry a state from token to token, and does not go with "
             f"{', '.join(names)}: that trainer and rollout agree there is not shown yet",
             "remove it, or use another model",
+        )
+
+
+def check_no_states(folder: Path, purpose: str) -> None:
+    """Refuse a model whose layers carry a state from token to token where nobody has compared what is trained.
+
+    Raises:
+        UserError: names the purpose.
+    """
+    if _carries_states(folder):
+        raise UserError(
+            f"the model in {folder} has layers that carry a state from token to token, and does not go with {purpose}: "
+            "what such layers learn there is not compared yet",
+            "use another model",
         )
 
 

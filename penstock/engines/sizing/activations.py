@@ -100,7 +100,8 @@ def layer_table(shape: ModelShape, computation: Computation, keys: float = 1.0) 
 def delta_table(shape: ModelShape, computation: Computation, keys: float = 1.0) -> list[Kept]:
     """Return likewise what a block with a gated delta net keeps, as the transformers library computes it in chunks.
 
-    Of a row whose last chunk is not full it keeps as much as if that were.
+    Of a row whose last chunk is not full it keeps as much as if that were, and of one that is shorter than the longest
+    of its micro-batch as much as of that: neither is counted, since a budget of tokens does not tell how many rows.
     """
     assert shape.delta is not None
     w, hidden, heads = computation.width, shape.hidden_size, shape.delta.value_heads
