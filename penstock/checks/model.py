@@ -334,7 +334,7 @@ def _refuse_target(key: str, name: str, known: set[str], path: str | None) -> No
     if path is not None and name in expert_names(Path(path)):
         raise UserError(
             f"{key}.targets names '{name}', and in this model only experts have such",
-            f"{key}.experts=true; or {remedy}",
+            f"{key}.experts=true (of a policy); or {remedy}",
         )
     raise UserError(f"{key}.targets names '{name}', and the model has no such layer", remedy)
 

@@ -7,6 +7,7 @@ Left out: the weights themselves; what an architecture does beyond a decoder wit
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
@@ -18,7 +19,6 @@ from penstock.engines.families.images import of_decoder
 from penstock.engines.families.table import WINDOWED, Family, Linear, family_of
 
 SHARED_GATE = "shared_expert_gate"  # what weighs the MLP beside experts
-SEVERAL_TOKENS = "mtp."  # how the names of such layers' weights begin in files
 
 
 @dataclass(frozen=True)
@@ -307,14 +307,13 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
         KeyError: the configuration lacks a size.
     """
     config = of_decoder(config)
-    weights = {name: shape for name, shape in weights.items() if not name.startswith(SEVERAL_TOKENS)}
+    weights = _loaded(config, weights)
     heads, model_type = config["num_attention_heads"], config.get("model_type", "")
     latent = _latent(config, family_of(model_type))
-    blocks = config.get("layers_block_type")  # by which some say how many layers there are
     windowed_layers, query_norm = _windowed_layers(config), f".{family_of(model_type).query_norm}.weight"
     return ModelShape(
         parameters=sum(prod(shape) for shape in weights.values()),
-        layers=len(blocks) if blocks else config["num_hidden_layers"],
+        layers=_layers(config),
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],
         heads=heads,
@@ -331,6 +330,19 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
         encoder=_encoder(family_of(model_type), weights),
         **_experts(config, family_of(model_type), weights),
     )
+
+
+def _layers(config: Mapping[str, Any]) -> int:
+    blocks = config.get("layers_block_type")  # by which some say how many there are
+    return len(blocks) if blocks else int(config["num_hidden_layers"])
+
+
+def _loaded(config: Mapping[str, Any], weights: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    """Return the weights of a file without layers for several tokens at a time, which are behind all others."""
+    behind = re.compile(r"mtp\.|model\.layers\.(\d+)\.")
+    found = {name: behind.match(name) for name in weights}
+    none = {name for name, match in found.items() if match and int(match[1] or _layers(config)) >= _layers(config)}
+    return {name: shape for name, shape in weights.items() if name not in none}
 
 
 def _head_size(config: Mapping[str, Any], heads: int) -> int:
@@ -406,9 +418,9 @@ def layer_names(folder: Path) -> set[str]:
 
     Of a mixture without experts and routers, which are no linear layers.
     """
-    family = _family_in(folder)
+    family, weights = _family_in(folder), _loaded(of_decoder(read_settings(folder)), weight_shapes(folder))
     others = (*family.stored_experts, *family.routers) if family.experts else ()
-    matrices = [name for name, shape in weight_shapes(folder).items() if len(shape) == 2 and not _within(name, others)]
+    matrices = [name for name, shape in weights.items() if len(shape) == 2 and not _within(name, others)]
     within = (name.split(".") for name in matrices)
     return {parts[-2] for parts in within if parts[-1] == "weight" and any(part.isdigit() for part in parts)}
 

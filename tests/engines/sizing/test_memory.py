@@ -120,13 +120,15 @@ def test_a_model_in_several_files_is_counted_whole(tmp_path: Path, folder_of: Ca
 
 
 def test_layers_for_several_tokens_at_a_time_are_not_counted(tmp_path: Path) -> None:
-    """As files on the Hub have them, with experts of their own. Control: within the model they would count."""
+    """As files on the Hub have them, by two kinds of names, with experts of their own. Control: others count."""
     folder = write_family("Qwen 3 Next", tmp_path)
     settings, weights = read_settings(folder), weight_shapes(folder)
     another = {name.replace("model.", "mtp."): shape for name, shape in weights.items() if ".layers.1." in name}
     assert any(".experts." in name for name in another)
     shape = read_shape(folder)
     assert shape_of_weights(settings, {**weights, **another}) == shape
+    behind = {name.replace("mtp.layers.1", "model.layers.2"): size for name, size in another.items()}
+    assert behind.keys().isdisjoint(weights) and shape_of_weights(settings, {**weights, **behind}) == shape
     within = {name.replace("mtp.", "model.more."): size for name, size in another.items()}
     assert shape_of_weights(settings, {**weights, **within}) != shape
 
