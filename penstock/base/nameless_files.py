@@ -15,12 +15,27 @@ import psutil
 
 from penstock.base.errors import UserError
 
+IN_MEMORY = ("tmpfs", "ramfs")  # types of file systems
+
 
 def file_system_of(folder: Path) -> str:
     """Return the type of file system that a folder is on, e.g. "ext4"; empty where that is not known."""
     mounts = [mount for mount in psutil.disk_partitions(all=True) if folder.is_relative_to(mount.mountpoint)]
     nearest = max(reversed(mounts), key=lambda mount: len(mount.mountpoint), default=None)
     return nearest.fstype if nearest else ""
+
+
+def check_on_disk(folder: Path) -> None:
+    """Check that files of a folder are not in memory themselves, where nothing would be saved.
+
+    Raises:
+        UserError: they are.
+    """
+    if (system := file_system_of(folder.resolve())) in IN_MEMORY:
+        raise UserError(
+            f"offload_folder {folder} is in memory itself ({system}), so nothing would be saved",
+            "name a folder on a local disk that can be written to, on each machine that trains",
+        )
 
 
 def map_nameless(folder: Path, size: int) -> mmap.mmap:

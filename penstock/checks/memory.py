@@ -15,7 +15,7 @@ import psutil
 
 from penstock.base.errors import UserError
 from penstock.base.files import check_possible
-from penstock.base.nameless_files import file_system_of
+from penstock.base.nameless_files import check_on_disk
 from penstock.checks.model import check_expert_parallel, check_heads, check_tensor_parallel, shape_of
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.run import Role
@@ -266,8 +266,7 @@ def _check_offload_folder(folder: Path) -> None:
     remedy = "name a folder on a local disk that can be written to, on each machine that trains"
     if not folder.is_dir():
         raise UserError(f"offload_folder {folder} is no folder here", remedy)
-    if (system := file_system_of(folder.resolve())) in ("tmpfs", "ramfs"):
-        raise UserError(f"offload_folder {folder} is in memory itself ({system}), so nothing would be saved", remedy)
+    check_on_disk(folder)
     check_possible(folder, f"files in offload_folder {folder}", remedy)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from penstock.base.errors import UserError
 from penstock.base.model_code import Code
@@ -28,7 +28,14 @@ from penstock.engines.families.images import NO_IMAGES_ON_GPUS, sees
 from penstock.engines.families.longest_row import longest_row
 from penstock.engines.families.routing import NO_REPLAY_ON_GPUS, REPLAYED
 from penstock.engines.families.served import cpu_head_sizes
-from penstock.engines.families.shape import ModelShape, layer_names, read_settings, read_shape, weight_shapes
+from penstock.engines.families.shape import (
+    ModelShape,
+    expert_names,
+    layer_names,
+    read_settings,
+    read_shape,
+    weight_shapes,
+)
 from penstock.engines.families.table import family_of
 from penstock.engines.families.tiny import tiny_shape
 from penstock.engines.groups.machine import gpu_name, is_hopper, visible_gpus
@@ -36,8 +43,10 @@ from penstock.engines.groups.placement import reshard_strategy
 from penstock.engines.sizing.memory import weight_width
 
 
-def check_model(config: TrainConfig, scores: bool = False) -> None:
+def check_model(config: TrainConfig, scores: bool = False, pairs: bool = False) -> None:
     """Check that the actor, or the reward model with `scores`, has a starting point.
+
+    `pairs`: it is trained on preferences, in groups that the flow makes.
 
     Raises:
         UserError: none is configured, or the folder is no model.
@@ -53,6 +62,8 @@ def check_model(config: TrainConfig, scores: bool = False) -> None:
     check_trust(config.model)
     check_model_folder(Path(config.model.path), "model.path", scores, config.model.code)
     check_sight(Path(config.model.path), config.data.image_column)
+    if pairs:
+        check_no_states(Path(config.model.path), "a reward model" if scores else "preferences")
     check_states(config)
     check_exact_shards(config)
     check_attention(config)
@@ -124,6 +135,20 @@ def check_states(config: TrainConfig) -> None:
             f"the model in {folder} has layers that carry a state from token to token, and does not go with "
             f"{', '.join(names)}: that trainer and rollout agree there is not shown yet",
             "remove it, or use another model",
+        )
+
+
+def check_no_states(folder: Path, purpose: str) -> None:
+    """Refuse a model whose layers carry a state from token to token where nobody has compared what is trained.
+
+    Raises:
+        UserError: names the purpose.
+    """
+    if _carries_states(folder):
+        raise UserError(
+            f"the model in {folder} has layers that carry a state from token to token, and does not go with {purpose}: "
+            "what such layers learn there is not compared yet",
+            "use another model",
         )
 
 
@@ -299,12 +324,19 @@ def check_targets(config: TrainConfig, offline: str | None = None) -> None:
         path = (trainer.path if isinstance(trainer, CriticConfig) else None) or config.model.path
         known = layer_names(Path(path)) if path is not None else _tiny_layers(config)
         if unknown := sorted(set(trainer.lora.targets or ()) - known):
-            raise UserError(
-                f"{key}.lora.targets names '{unknown[0]}', and the model has no such layer",
-                f"name linear layers of its blocks: {', '.join(sorted(known))}",
-            )
+            _refuse_target(f"{key}.lora", unknown[0], known, path)
         if trainer.lora.experts:
             _check_experts_to_adapt(key, path, config.model.code)
+
+
+def _refuse_target(key: str, name: str, known: set[str], path: str | None) -> NoReturn:
+    remedy = f"name linear layers of its blocks: {', '.join(sorted(known))}"
+    if path is not None and name in expert_names(Path(path)):
+        raise UserError(
+            f"{key}.targets names '{name}', and in this model only experts have such",
+            f"{key}.experts=true (of a policy); or {remedy}",
+        )
+    raise UserError(f"{key}.targets names '{name}', and the model has no such layer", remedy)
 
 
 def _check_experts_to_adapt(key: str, path: str | None, code: Code | None) -> None:

@@ -25,7 +25,7 @@ def check_preferences(config: PairConfig) -> None:
     """
     engines, data, scores = config.engines(), config.data, isinstance(config, RewardModelConfig)
     refuse_sight(config.model.path, "rows of preferences have no images")
-    check_model(engines, scores)
+    check_model(engines, scores, pairs=True)
     check_trackers(names_of_trackers(config.tracker), "tracker")
     if scores and config.model.path is not None:
         check_one_label(Path(config.model.path), "model.path")

@@ -9,12 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
+from penstock.base import nameless_files
 from penstock.base.errors import UserError
 from penstock.checks import memory
 from penstock.configs.preference import PreferenceConfig
 from penstock.configs.schema import TrainConfig
 from penstock.engines.groups.spec import RankDevice
+from penstock.engines.training.trained_state import live_in_files
 
 TINY: dict[str, Any] = {"tiny": {"max_positions": 2048}}
 Disk = Callable[..., None]
@@ -29,7 +32,7 @@ def disk_of(monkeypatch: pytest.MonkeyPatch) -> Disk:
     """Let folders be on a disk of a type with so many bytes free."""
 
     def disk(free: int, system: str = "ext4") -> None:
-        monkeypatch.setattr(memory, "file_system_of", lambda folder: system)
+        monkeypatch.setattr(nameless_files, "file_system_of", lambda folder: system)
         monkeypatch.setattr(memory.psutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
 
     return disk
@@ -53,6 +56,16 @@ def test_a_folder_that_takes_no_states_is_refused_before_a_start(tmp_path: Path,
     with pytest.raises(UserError, match=rf"{tmp_path} is in memory itself \(tmpfs\)"):
         check(tmp_path)
     memory.check_memory(TrainConfig.model_validate({"model": TINY}))
+
+
+def test_a_rank_refuses_a_folder_in_memory_before_it_moves_anything(tmp_path: Path, disk_of: Disk) -> None:
+    """As on a machine of a pool, where nothing was looked at before. Control: on a disk it goes on to the optimizer."""
+    disk_of(1 << 40, "ramfs")
+    with pytest.raises(UserError, match=rf"{tmp_path} is in memory itself \(ramfs\)"):
+        live_in_files(nn.Linear(1, 1), object(), tmp_path)
+    disk_of(1 << 40)
+    with pytest.raises(AttributeError, match="grad_partitions_flat_buffer"):
+        live_in_files(nn.Linear(1, 1), object(), tmp_path)
 
 
 def test_all_folders_of_a_disk_have_room_there_together(tmp_path: Path, disk_of: Disk) -> None:

@@ -6,17 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from penstock.base.errors import UserError
-from penstock.benchmarks.workload.families import write_family
+from penstock.benchmarks.workload.families import FAMILIES, write_family
 from penstock.checks.model import check_targets
 from penstock.checks.preferences import check_preferences
 from penstock.checks.training import check_supervised
 from penstock.configs.preference import PreferenceConfig, RewardModelConfig
 from penstock.configs.schema import TrainConfig
-from penstock.engines.families.shape import layer_names
+from penstock.configs.sections.trainer import LoraConfig
+from penstock.engines.families.shape import expert_names, layer_names
+from penstock.engines.families.table import family_of
+from penstock.engines.models.loading import load_causal_lm
+from penstock.engines.weights.lora import adapted_layers, attach
 from tests.engines.shared_ranks import Shape
+
+MIXTURES = sorted(name for name, (model_type, _) in FAMILIES.items() if family_of(model_type).experts)
 
 
 def _config(**sections: Any) -> TrainConfig:
@@ -28,6 +35,27 @@ def test_names_are_those_of_the_matrices_in_the_blocks(tmp_path: Path) -> None:
     Shape("qwen3", tied=False).write(tmp_path)
     names = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert layer_names(tmp_path) == names
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_of_a_mixture_they_are_what_can_be_adapted(name: str, tmp_path: Path) -> None:
+    """Neither experts nor routers, by what a rank itself does. Control: experts are named, too, but elsewhere."""
+    lm = load_causal_lm(write_family(name, tmp_path), torch.float32, False)
+    attach(lm, LoraConfig(rank=8), seed=0)
+    names = layer_names(tmp_path)
+    assert names == {key.split(".")[-2] for key in adapted_layers(lm)}
+    assert {"gate_up_proj", "down_proj"} < expert_names(tmp_path) and "gate_up_proj" not in names
+
+
+@pytest.mark.parametrize("target", ["gate_proj", "gate_up_proj", "gate"])
+def test_experts_and_routers_are_no_targets(target: str, tmp_path: Path) -> None:
+    """Said before the start, and of experts how they get adapters. Control: where an MLP has such a layer it passes."""
+    config = {"model": {"path": str(write_family("Qwen 3 MoE", tmp_path / "model"))}}
+    with pytest.raises(UserError, match=f"actor.lora.targets names '{target}'") as refusal:
+        check_targets(_config(**config, actor={"lora": {"targets": [target]}}))
+    assert ("actor.lora.experts=true" in str(refusal.value)) == (target != "gate")
+    beside = {"model": {"path": str(write_family("GLM-4.5", tmp_path / "beside"))}}
+    check_targets(_config(**beside, actor={"lora": {"targets": ["gate_proj"]}}))
 
 
 @pytest.mark.parametrize("key", ["actor", "critic", "sft"])

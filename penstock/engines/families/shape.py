@@ -7,7 +7,8 @@ Left out: the weights themselves; what an architecture does beyond a decoder wit
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -16,6 +17,8 @@ from typing import Any
 from penstock.configs.sections.trainer import LoraConfig
 from penstock.engines.families.images import of_decoder
 from penstock.engines.families.table import WINDOWED, Family, Linear, family_of
+
+SHARED_GATE = "shared_expert_gate"  # what weighs the MLP beside experts
 
 
 @dataclass(frozen=True)
@@ -120,11 +123,11 @@ class ModelShape:
 
     @property
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Rows and columns of the matrices of one layer, but for experts, by the names of their linear layers.
+        """Rows and columns of the matrices of one layer by the names of their linear layers; of a mixture attention's.
 
         Of a model with delta nets a layer with attention; those of the others are `delta_matrices`.
         """
-        return {**self._attention, **self._mlp}
+        return {**self._attention, **({} if self.experts else self._mlp(self.intermediate_size))}
 
     @property
     def delta_matrices(self) -> dict[str, tuple[int, int]]:
@@ -136,27 +139,32 @@ class ModelShape:
             **_parts(mixed, [delta.channels, delta.values], hidden),
             **_parts(gates, [delta.value_heads, delta.value_heads], hidden),
             **_parts(out, [hidden], delta.values),
-            **self._mlp,
+            **({} if self.experts else self._mlp(self.intermediate_size)),
         }
 
     @property
     def kinds(self) -> list[tuple[int, dict[str, tuple[int, int]]]]:
-        """How many layers there are of each kind, and the matrices of one."""
-        if self.delta is None:
-            return [(self.layers, self.matrices)]
-        return [(self.attention_layers, self.matrices), (self.delta.layers, self.delta_matrices)]
+        """How many layers there are of each kind, and the matrices of one, but for experts and routers.
+
+        Of a mixture MLPs are kinds of their own: those beside experts, and those in place of experts.
+        """
+        kinds = [(self.attention_layers, self.matrices)]
+        if self.delta is not None:
+            kinds.append((self.delta.layers, self.delta_matrices))
+        if (experts := self.experts) is None:
+            return kinds
+        gate = {SHARED_GATE: (1, self.hidden_size)} if experts.shared_gate else {}
+        beside = {**(self._mlp(experts.shared) if experts.shared else {}), **gate}
+        return [*kinds, (self.mixtures, beside), (self.dense_layers, self._mlp(self.intermediate_size))]
 
     @property
     def attention_layers(self) -> int:
         """Layers with attention."""
         return self.layers - (0 if self.delta is None else self.delta.layers)
 
-    @property
-    def _mlp(self) -> dict[str, tuple[int, int]]:
-        hidden, inner = self.hidden_size, self.intermediate_size
-        if self.experts is not None:
-            return {}
-        return {**_parts(self.family.gate_up, [inner, inner], hidden), **_parts(self.family.down, [hidden], inner)}
+    def _mlp(self, inner: int) -> dict[str, tuple[int, int]]:
+        up, down = self.family.gate_up, self.family.down
+        return {**_parts(up, [inner, inner], self.hidden_size), **_parts(down, [self.hidden_size], inner)}
 
     @property
     def value_size(self) -> int:
@@ -170,7 +178,8 @@ class ModelShape:
             key = self.kv_heads * self.head_size
             gated = query if self.delta is None else 2 * query
             projections = _parts(self.family.query_key_value, [gated, key, key], hidden)
-            return {**projections, **_parts(self.family.attention_output, [hidden], query)}
+            gate = dict.fromkeys(self.family.attention_gate, (query, hidden))
+            return {**projections, **gate, **_parts(self.family.attention_output, [hidden], query)}
         made = self.heads * (self.head_size - latent.rotary + latent.value)
         queries = {"q_a_proj": (latent.queries, hidden), "q_b_proj": (query, latent.queries)}
         return {
@@ -202,9 +211,7 @@ class ModelShape:
         named += 0 if self.delta is None else self.delta.layers * self.delta.channels * self.delta.taps
         if self.experts is None:
             return named
-        inner, rows = experts * self.experts.inner + self.experts.shared, self.experts.count + self.experts.shared_gate
-        mixtures = self.mixtures * (3 * inner + rows)
-        return named + self.hidden_size * (mixtures + self.dense_layers * 3 * self.intermediate_size)
+        return named + self.mixtures * self.hidden_size * (3 * experts * self.experts.inner + self.experts.count)
 
     def adapter_parameters(self, lora: LoraConfig | None) -> int:
         """Parameters of the adapters: `rank` times rows and columns of each target; 0 without any."""
@@ -239,11 +246,19 @@ class ModelShape:
         """Parameters that vLLM cannot share with the base: matrices with a target, those that it fuses as a whole."""
         if lora is None:
             return 0
-        fused = [linear.parts for linear in (*self.family.block, *self.family.delta_net)]
-        touched = {name for parts in fused for name in parts if any(_is(lora, part) for part in parts)}
-        named = [(layers, sizes) for layers, kind in self.kinds for name, sizes in kind.items() if name in touched]
-        linears = sum(layers * rows * columns for layers, (rows, columns) in named)
+        linears = sum(
+            layers * rows * columns
+            for layers, kind in self.kinds
+            for name in self._touched(lora, kind.keys())
+            for rows, columns in [kind[name]]
+        )
         return linears + (self.expert_parameters if lora.experts else 0)
+
+    def _touched(self, lora: LoraConfig, kind: Set[str]) -> set[str]:
+        """Which matrices of a kind of layers have an adapter, or are fused with one that has."""
+        fused = [linear.parts for linear in (*self.family.block, *self.family.delta_net) if kind >= set(linear.parts)]
+        together = {name: parts for parts in fused for name in parts}
+        return {name for name in kind if any(_is(lora, part) for part in together.get(name, (name,)))}
 
     def adapters(self, lora: LoraConfig) -> int:
         """How many linear layers get an adapter."""
@@ -286,17 +301,19 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[int]]) -> ModelShape:
     """Return a model's sizes from its configuration and the shapes of its weights by name.
 
+    Of layers for several tokens at a time, which nothing here loads, none is counted.
+
     Raises:
         KeyError: the configuration lacks a size.
     """
     config = of_decoder(config)
+    weights = _loaded(config, weights)
     heads, model_type = config["num_attention_heads"], config.get("model_type", "")
     latent = _latent(config, family_of(model_type))
-    blocks = config.get("layers_block_type")  # by which some say how many layers there are
     windowed_layers, query_norm = _windowed_layers(config), f".{family_of(model_type).query_norm}.weight"
     return ModelShape(
         parameters=sum(prod(shape) for shape in weights.values()),
-        layers=len(blocks) if blocks else config["num_hidden_layers"],
+        layers=_layers(config),
         hidden_size=config["hidden_size"],
         intermediate_size=config["intermediate_size"],
         heads=heads,
@@ -313,6 +330,19 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
         encoder=_encoder(family_of(model_type), weights),
         **_experts(config, family_of(model_type), weights),
     )
+
+
+def _layers(config: Mapping[str, Any]) -> int:
+    blocks = config.get("layers_block_type")  # by which some say how many there are
+    return len(blocks) if blocks else int(config["num_hidden_layers"])
+
+
+def _loaded(config: Mapping[str, Any], weights: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    """Return the weights of a file without layers for several tokens at a time, which are behind all others."""
+    behind = re.compile(r"mtp\.|model\.layers\.(\d+)\.")
+    found = {name: behind.match(name) for name in weights}
+    none = {name for name, match in found.items() if match and int(match[1] or _layers(config)) >= _layers(config)}
+    return {name: shape for name, shape in weights.items() if name not in none}
 
 
 def _head_size(config: Mapping[str, Any], heads: int) -> int:
@@ -368,7 +398,7 @@ def _experts(config: Mapping[str, Any], family: Family, weights: Mapping[str, Se
         chosen=config["num_experts_per_tok"],
         inner=sum(stored.values()) // (3 * hidden * count * mixtures),
         shared=shared // (3 * hidden * mixtures),
-        shared_gate=any(_within(name, ("shared_expert_gate",)) for name in weights),
+        shared_gate=any(_within(name, (SHARED_GATE,)) for name in weights),
     )
     return {"experts": sizes, "dense_layers": layers - mixtures}
 
@@ -384,9 +414,29 @@ def _within(name: str, parts: tuple[str, ...]) -> bool:
 
 
 def layer_names(folder: Path) -> set[str]:
-    """Return the last names of the layers with a matrix inside a model's blocks, from its weight files' headers."""
-    within = (name.split(".") for name, shape in weight_shapes(folder).items() if len(shape) == 2)
+    """Return the last names of the layers with a matrix inside a model's blocks, from its weight files' headers.
+
+    Of a mixture without experts and routers, which are no linear layers.
+    """
+    family, weights = _family_in(folder), _loaded(of_decoder(read_settings(folder)), weight_shapes(folder))
+    others = (*family.stored_experts, *family.routers) if family.experts else ()
+    matrices = [name for name, shape in weights.items() if len(shape) == 2 and not _within(name, others)]
+    within = (name.split(".") for name in matrices)
     return {parts[-2] for parts in within if parts[-1] == "weight" and any(part.isdigit() for part in parts)}
+
+
+def expert_names(folder: Path) -> set[str]:
+    """Return how parts of a mixture's experts are called, in its files and in the library; none without experts."""
+    family = _family_in(folder)
+    if not family.experts:
+        return set()
+    stored = (name for name in weight_shapes(folder) if _within(name, family.stored_experts))
+    ends = (*stored, *(own for own, _ in family.experts if _within(own, ("experts",))))
+    return {name.removesuffix(".weight").rpartition(".")[2] for name in ends}
+
+
+def _family_in(folder: Path) -> Family:
+    return family_of(of_decoder(read_settings(folder)).get("model_type", ""))
 
 
 def weight_shapes(folder: Path) -> dict[str, list[int]]:

@@ -38,6 +38,7 @@ class Family:
     Attributes:
         model_types: `model_type` of its configurations.
         query_key_value, attention_output, gate_up, down: the linear layers of a block.
+        attention_gate: of what attention's output is multiplied by, as wide as queries, where a layer makes just that.
         delta_net: those of a gated delta net in its place: queries, keys, values and gates; strength and decay; output.
         head: the language head.
         query_norm: the layer that norms queries, where there is one (and another one of its kind norms keys).
@@ -72,6 +73,7 @@ class Family:
             buffers, vLLM holds them as parameters; no gradient reaches them, and they are float32 whatever the weights.
         expert_settings: settings that count experts.
         expert_weights: parts of weights' names in experts.
+        routers: parts of names, here and in files, of what chooses a token's experts.
         stored_experts: parts of weights' names in files, of experts without their routers, and shared_experts: of an
             MLP beside them that all tokens pass.
         served_beside_images: whether vLLM's class lies in a file with one that sees, and needs what that needs.
@@ -85,6 +87,7 @@ class Family:
     model_types: tuple[str, ...] = ()
     query_key_value: Linear = Linear("qkv_proj", ("q_proj", "k_proj", "v_proj"))
     attention_output: Linear = Linear("o_proj", ("o_proj",))
+    attention_gate: tuple[str, ...] = ()
     gate_up: Linear = Linear("gate_up_proj", ("gate_proj", "up_proj"))
     down: Linear = Linear("down_proj", ("down_proj",))
     delta_net: tuple[Linear, ...] = ()
@@ -114,6 +117,7 @@ class Family:
     corrections: tuple[str, ...] = ("e_score_correction_bias",)
     expert_settings: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     expert_weights: tuple[str, ...] = ("experts", "block_sparse_moe")
+    routers: tuple[str, ...] = ("gate", "router")
     stored_experts: tuple[str, ...] = ("experts",)
     shared_experts: tuple[str, ...] = ("shared_expert", "shared_experts")
     served_beside_images: bool = False
@@ -171,6 +175,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         ("afmoe",),
+        attention_gate=("gate_proj",),
         experts=(("mlp.router.gate.weight", "mlp.gate.weight"), *_experts_in("mlp")),
         corrected=True,
         corrections=("expert_bias",),

@@ -153,6 +153,12 @@ def hold_corrections(model: nn.Module) -> None:
                 setattr(module, name, nn.Parameter(values, requires_grad=False))
 
 
+def in_float32(module: nn.Module) -> dict[nn.Parameter, torch.Tensor]:
+    """Return what rests in a model in float32, whatever the others are: by what routers correct their choices."""
+    resting = (parameter for parameter in module.parameters() if not parameter.requires_grad)
+    return {parameter: parameter.data for parameter in resting if parameter.dtype is torch.float32}
+
+
 def kind_for(config: Any) -> Any:
     """Return the class by which the library loads a language model of this configuration."""
     return AutoModelForImageTextToText if sees(config.to_dict()) else AutoModelForCausalLM

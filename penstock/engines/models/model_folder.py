@@ -21,7 +21,7 @@ from penstock.base.errors import UserError
 from penstock.base.files import share_weights_of
 from penstock.base.model_code import Code, trusted
 from penstock.configs.sections.trainer import LoraConfig
-from penstock.engines.models.loading import hold_corrections, keep_corrections_exact, kind_for
+from penstock.engines.models.loading import hold_corrections, in_float32, keep_corrections_exact, kind_for
 from penstock.engines.models.peft import write_adapter
 from penstock.engines.models.seeing import frozen_encoder
 from penstock.engines.weights.lora import attach, check_frozen, load_adapter, merged_state
@@ -108,7 +108,11 @@ def with_adapters(
     Raises:
         UserError: the adapters are of another architecture, other settings or other weights.
     """
-    lm = load_folder(folder, code).to(next(iter(adapters.values())).dtype)
+    lm = load_folder(folder, code)
+    exact = in_float32(lm)
+    lm.to(next(iter(adapters.values())).dtype)
+    for parameter, values in exact.items():  # as in the trainer, which keeps these as they were
+        parameter.data = values
     attach(lm, config, seed=0)
     check_frozen(base_sum, lm)
     try:

@@ -100,7 +100,8 @@ def layer_table(shape: ModelShape, computation: Computation, keys: float = 1.0) 
 def delta_table(shape: ModelShape, computation: Computation, keys: float = 1.0) -> list[Kept]:
     """Return likewise what a block with a gated delta net keeps, as the transformers library computes it in chunks.
 
-    Of a row whose last chunk is not full it keeps as much as if that were.
+    Of a row whose last chunk is not full it keeps as much as if that were, and of one that is shorter than the longest
+    of its micro-batch as much as of that: neither is counted, since a budget of tokens does not tell how many rows.
     """
     assert shape.delta is not None
     w, hidden, heads = computation.width, shape.hidden_size, shape.delta.value_heads
@@ -228,17 +229,22 @@ def kept_bytes(shape: ModelShape, computation: Computation, micro_batch: MicroBa
         layers = min(INPUTS_AT_A_TIME, shape.layers) if computation.on_host else shape.layers
         blocks = layers * w * shape.hidden_size
     else:
-        blocks = sum(layers * total(table) for layers, table in _tables(shape, computation, micro_batch))
+        blocks = sum(layers * total(table) for layers, table in _tables(shape, computation, micro_batch.keys))
     of_responses = micro_batch.responses * total(response_table(shape, w))
     return tokens * (blocks + total(model_table(shape, w))) + of_responses
 
 
-def _tables(shape: ModelShape, computation: Computation, micro_batch: MicroBatch) -> list[tuple[int, list[Kept]]]:
+def _tables(shape: ModelShape, computation: Computation, keys: float) -> list[tuple[int, list[Kept]]]:
     """Return how many blocks there are of each kind, and what one keeps."""
-    tables = [(shape.attention_layers, layer_table(shape, computation, micro_batch.keys))]
+    tables = [(shape.attention_layers, layer_table(shape, computation, keys))]
     if shape.delta is not None:
-        tables.append((shape.delta.layers, delta_table(shape, computation, micro_batch.keys)))
+        tables.append((shape.delta.layers, delta_table(shape, computation, keys)))
     return tables
+
+
+def fullest_block(shape: ModelShape, computation: Computation, keys: float = 1.0) -> int:
+    """Return the bytes per token of the block that keeps the most, without checkpointing."""
+    return max(total(table) for _, table in _tables(shape, computation, keys))
 
 
 def in_flight_bytes(shape: ModelShape, computation: Computation, micro_batch: MicroBatch) -> int:
@@ -251,7 +257,5 @@ def in_flight_bytes(shape: ModelShape, computation: Computation, micro_batch: Mi
     if (experts := shape.experts) is not None:
         inner, copies = experts.chosen * experts.inner + experts.shared, 2 * experts.chosen
     gradients = computation.width * (4 * inner + copies * shape.hidden_size) + 3 * FLOAT32 * shape.hidden_size
-    again = 0
-    if computation.checkpointing:
-        again = max(total(table) for _, table in _tables(shape, computation, micro_batch))
+    again = fullest_block(shape, computation, micro_batch.keys) if computation.checkpointing else 0
     return micro_batch.tokens * (gradients + again)

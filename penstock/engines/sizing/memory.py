@@ -26,12 +26,11 @@ from penstock.engines.rollout.batch_sizes import max_sequences
 from penstock.engines.sizing.activations import (
     Computation,
     MicroBatch,
+    fullest_block,
     host_bytes,
     in_flight_bytes,
     kept_bytes,
     keys_per_token,
-    layer_table,
-    total,
 )
 from penstock.engines.sizing.optimizer_states import master_bytes, state_bytes
 
@@ -153,15 +152,16 @@ def offloaded_bytes(config: TrainConfig, rank: Rank) -> int:
 def _living_on_host(name: str, trainer: TrainerConfig, rank: Rank, models: int) -> int:
     """Return what ZeRO-Offload keeps: masters and states, sums of gradients twice, and shards of weights.
 
-    DeepSpeed sums gradients in one tensor and steps on copies of groups of it. Of what lives in files the masters are
-    in memory on their way there, before there is a gradient, and no page is locked.
+    DeepSpeed sums gradients in one tensor and steps on copies of groups of it. Of what lives in files masters and
+    weights are in memory on their way there, before there is a gradient, and no page is locked.
     """
     if trainer.offload == "nothing":
         return 0
     shape = _shape(name, rank)
     part = shape.trained_parameters(trainer.lora) // rank.ranks
     if trainer.offload_folder is not None:
-        return models * max(master_bytes(trainer, shape) // rank.ranks, GRADIENT * part)
+        weights = rank.width * part if trainer.offload == "all" else 0
+        return models * max(master_bytes(trainer, shape) // rank.ranks + weights, GRADIENT * part)
     states = (state_bytes(trainer, shape) + master_bytes(trainer, shape)) // rank.ranks
     groups, left = divmod(part, SUB_GROUP)
     copies = groups * locked(GRADIENT * SUB_GROUP) + locked(GRADIENT * left)
@@ -501,9 +501,7 @@ def _forward(config: TrainConfig, rank: Rank) -> int:
         asked = -(-asked // config.actor.sequence_parallel)  # the reference follows the actor beside it
     tokens: dict[Role, int] = {"reference": asked, "reward": scored_tokens(config)}
     return max(
-        count * total(layer_table(rank.shapes[role], computation))
-        for role, count in tokens.items()
-        if role in rank.shapes
+        count * fullest_block(rank.shapes[role], computation) for role, count in tokens.items() if role in rank.shapes
     )
 
 

@@ -45,8 +45,7 @@ def _factored(shape: ModelShape) -> int:
     named = sum(layers * (rows + columns) for layers, kind in shape.kinds for rows, columns in kind.values())
     mixtures, hidden = 0, shape.hidden_size
     if (experts := shape.experts) is not None:
-        mixtures = (shape.layers - shape.dense_layers) * 3 * experts.count * (experts.inner + hidden)
-        mixtures += shape.dense_layers * 3 * (shape.intermediate_size + hidden)
+        mixtures = shape.mixtures * 3 * experts.count * (experts.inner + hidden)
     besides = max(0, shape.parameters - shape.block_matrices)
     embeddings, vectors = divmod(besides, shape.vocabulary * shape.hidden_size)  # a head of its own is another
     return named + mixtures + embeddings * (shape.vocabulary + shape.hidden_size) + vectors

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.base.nameless_files import map_nameless
+from penstock.base.nameless_files import check_on_disk, map_nameless
 from penstock.engines.training.optimizers import STATES, STEP, first_state
 from penstock.engines.weights.experts import cut_of, whole_shape
 
@@ -149,8 +149,9 @@ def live_in_files(module: nn.Module, optimizer: Any, folder: Path) -> None:
     to them, and are stepped on where they are, instead of a copy.
 
     Raises:
-        UserError: the folder does not take them.
+        UserError: the folder does not take them, or is in memory itself.
     """
+    check_on_disk(folder)
     begin, sums, weights = 0, optimizer.grad_partitions_flat_buffer, optimizer.fp16_partitioned_groups_flat
     for number, share in enumerate(shares_of(module, optimizer)):
         master, state = share.master, optimizer.state[share.master]

@@ -37,6 +37,7 @@ from penstock.engines.batches.shares import ALONE, RankSet
 from penstock.engines.kernels import gated_mlp
 from penstock.engines.kernels.gated_mlp import gate_in_products
 from penstock.engines.kernels.weight_gradients import count_sums, sum_in_products
+from penstock.engines.models.loading import in_float32
 from penstock.engines.training.expert_groups import tell_deepspeed
 from penstock.engines.training.gradient_sums import forget_gradient, summed_gradient
 from penstock.engines.training.optimizers import STATES, make_optimizer
@@ -316,12 +317,6 @@ def _ranks_of_this_host() -> Any:
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # it makes the first one only
     groups._create_zero_param_parallel_group(ON_THIS_HOST)
     return groups._get_zero_param_intra_parallel_group()
-
-
-def in_float32(module: nn.Module) -> dict[nn.Parameter, torch.Tensor]:
-    """Return what rests in a model in float32, whatever the others are: by what routers correct their choices."""
-    resting = (parameter for parameter in module.parameters() if not parameter.requires_grad)
-    return {parameter: parameter.data for parameter in resting if parameter.dtype is torch.float32}
 
 
 def deepspeed_config(config: TrainerConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations.moe import _grouped_linear
 
 from penstock.base.errors import UserError
 from penstock.configs.sections.trainer import LoraConfig
@@ -94,7 +93,10 @@ class LoraExperts(nn.Module):
     """
 
     def __init__(self, experts: Any, name: str, config: LoraConfig, generator: torch.Generator) -> None:
+        from transformers.integrations.moe import _grouped_linear  # private: only what needs it asks for it
+
         super().__init__()
+        self._grouped_linear = _grouped_linear
         self._place = (experts, name)  # a tuple: neither is a part of this module
         self.transposed = bool(experts.is_transposed)  # rows and columns of each expert have changed places
         count, outputs, inputs = (self.weight.mT if self.transposed else self.weight).shape
@@ -117,9 +119,11 @@ class LoraExperts(nn.Module):
         Args:
             ends_E: where the pairs of each expert end.
         """
-        output_PO = _grouped_linear(input_PI, self.weight, ends_E, bias_PO, self.transposed)
-        low_PR = _grouped_linear(input_PI, self.lora_A, ends_E)
-        return torch.add(output_PO, _grouped_linear(low_PR, self.lora_B, ends_E), alpha=self.scale)
+        grouped = partial(self._grouped_linear, offs=ends_E)  # by name: the library has had them in two orders
+        output_PO = grouped(input_PI, self.weight, bias=bias_PO, is_transposed=self.transposed)
+        low_PR = grouped(input_PI, self.lora_A, bias=None, is_transposed=False)
+        added_PO = grouped(low_PR, self.lora_B, bias=None, is_transposed=False)
+        return torch.add(output_PO, added_PO, alpha=self.scale)
 
     @torch.no_grad()
     def merged(self) -> torch.Tensor:
@@ -188,14 +192,18 @@ def dithered(exact: torch.Tensor) -> torch.Tensor:
 def attach(lm: nn.Module, config: LoraConfig, seed: int) -> None:
     """Freeze a model and give its linear layers, and experts, adapters, in place; a head of scores stays trained.
 
+    Routers of a mixture rest, also where the library has them as linear layers.
+
     Raises:
         UserError: a target is no linear layer of the model's blocks, or there are no experts.
     """
+    family = family_in(lm)
+    resting = set(family.routers if family.experts else ())
     linears = {
         f"{block}.{name}": module
         for block, parent in blocks(lm).items()
         for name, module in parent.named_modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, nn.Linear) and resting.isdisjoint(name.split("."))
     }
     there = {name.rpartition(".")[2] for name in linears}
     if missing := [name for name in config.targets or () if name not in there] or not linears:

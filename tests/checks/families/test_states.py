@@ -11,6 +11,8 @@ from penstock.base.errors import UserError
 from penstock.benchmarks.workload.families import write_family
 from penstock.checks import model as checks
 from penstock.checks.model import check_model_folder, check_served_alone, check_states
+from penstock.checks.preferences import check_preferences
+from penstock.configs.preference import PairConfig, PreferenceConfig, RewardModelConfig
 from penstock.configs.schema import TrainConfig
 from penstock.engines.families.served import check_served
 
@@ -44,6 +46,16 @@ def test_what_nobody_has_compared_is_refused(sections: dict[str, Any], named: st
     check_states(TrainConfig.model_validate({"model": {"path": str(folders[0])}}))
     with pytest.raises(UserError, match=f"carry a state .* does not go with {named}"):
         check_states(with_state)
+
+
+@pytest.mark.parametrize(("tree", "named"), [(PreferenceConfig, "preferences"), (RewardModelConfig, "a reward model")])
+def test_pairs_are_refused_in_the_users_words(tree: type[PairConfig], named: str, folders: tuple[Path, Path]) -> None:
+    """Not by the groups that the flow makes. Control: of a model without a state the rows are asked for next."""
+    with_state, without = (tree.model_validate({"model": {"path": str(folder)}}) for folder in folders)
+    with pytest.raises(UserError, match=f"carry a state .* does not go with {named}: .*\\n +use another model"):
+        check_preferences(with_state)
+    with pytest.raises(UserError, match="nothing to train on"):
+        check_preferences(without)
 
 
 def test_scores_of_one_are_refused(folders: tuple[Path, Path]) -> None:

@@ -11,7 +11,10 @@ import torch
 
 from penstock.base.errors import UserError
 from penstock.benchmarks.workload.families import write_family
-from penstock.engines.models.model_folder import load_folder, prove_same, with_weights, write_folder
+from penstock.configs.sections.trainer import LoraConfig
+from penstock.engines.models.loading import load_causal_lm
+from penstock.engines.models.model_folder import load_folder, prove_same, with_adapters, with_weights, write_folder
+from penstock.engines.weights.lora import adapter_state, attach, frozen_sum, merged_state
 from tests.engines.shared_ranks import Shape
 
 PROMPTS = [[5, 9, 12, 33], [7]]
@@ -104,3 +107,21 @@ def test_what_rests_in_training_stays_the_folders(tmp_path: Path) -> None:
     assert all(torch.equal(again[name], value) for name, value in rests.items())
     name = "model.layers.1.self_attn.q_proj.weight"
     assert torch.equal(again[name], trained[name])
+
+
+def test_adapters_in_bfloat16_are_exported_beside_exact_corrections(tmp_path: Path) -> None:
+    """Of routers' choices, in float32 as the trainer keeps them. Controls: bfloat16 would round them; other weights."""
+    folder, config = write_family("GLM-4.5", tmp_path / "model"), LoraConfig(rank=8, targets=["o_proj"], experts=True)
+    lm = load_causal_lm(folder, torch.bfloat16, False)
+    attach(lm, config, seed=0)
+    for name, value in adapter_state(lm).items():
+        torch.nn.init.constant_(value, 0.01 if name.endswith("lora_B") else 1.0)
+    base_sum = frozen_sum(lm)
+    made = with_adapters(folder, adapter_state(lm), config, base_sum, tmp_path / "adapter")
+    written = merged_state(lm)
+    (corrections,) = (name for name in written if name.endswith("e_score_correction_bias"))
+    assert all(torch.equal(value, written[name]) for name, value in made.state_dict().items())
+    values, kept = load_folder(folder).state_dict()[corrections], made.state_dict()[corrections]
+    assert kept.dtype == torch.float32 and torch.equal(kept, values) and not torch.equal(kept, kept.bfloat16().float())
+    with pytest.raises(UserError, match="trained beside other weights"):
+        with_adapters(folder, adapter_state(lm), config, base_sum + 1, tmp_path / "other")

@@ -21,15 +21,25 @@ from penstock.base.ragged import Ragged, offsets_of
 from penstock.benchmarks.reporting.result import BenchResult, read_result
 from penstock.benchmarks.workload import make_model
 from penstock.benchmarks.workload.experience import lognormal_lengths
+from penstock.benchmarks.workload.families import write_family
 from penstock.configs.preference import PreferenceConfig
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.algorithm import AlgorithmConfig
 from penstock.configs.sections.run import Role
 from penstock.engines.batches.micro_batches import plan_micro_batches
 from penstock.engines.batches.packing import Rows
-from penstock.engines.families.shape import ExpertSizes, ModelShape, read_shape
+from penstock.engines.families.shape import (
+    DeltaSizes,
+    ExpertSizes,
+    ModelShape,
+    read_settings,
+    read_shape,
+    shape_of_weights,
+    weight_shapes,
+)
 from penstock.engines.groups.slots import SLOTS
 from penstock.engines.models.loading import load_causal_lm
+from penstock.engines.sizing.activations import Computation, delta_table, layer_table, total
 from penstock.engines.sizing.memory import (
     GIB,
     ROOM_TO_STAY,
@@ -107,6 +117,33 @@ def test_a_model_in_several_files_is_counted_whole(tmp_path: Path, folder_of: Ca
     lm.save_pretrained(tmp_path, max_shard_size="200KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert read_shape(tmp_path) == read_shape(folder)
+
+
+def test_layers_for_several_tokens_at_a_time_are_not_counted(tmp_path: Path) -> None:
+    """As files on the Hub have them, by two kinds of names, with experts of their own. Control: others count."""
+    folder = write_family("Qwen 3 Next", tmp_path)
+    settings, weights = read_settings(folder), weight_shapes(folder)
+    another = {name.replace("model.", "mtp."): shape for name, shape in weights.items() if ".layers.1." in name}
+    assert any(".experts." in name for name in another)
+    shape = read_shape(folder)
+    assert shape_of_weights(settings, {**weights, **another}) == shape
+    behind = {name.replace("mtp.layers.1", "model.layers.2"): size for name, size in another.items()}
+    assert behind.keys().isdisjoint(weights) and shape_of_weights(settings, {**weights, **behind}) == shape
+    within = {name.replace("mtp.", "model.more."): size for name, size in another.items()}
+    assert shape_of_weights(settings, {**weights, **within}) != shape
+
+
+def test_a_reference_with_delta_nets_needs_its_fullest_block() -> None:
+    """Of both kinds of layers. Control: without delta nets it needs attention's."""
+    with_nets = replace(MILLION, model_type="qwen3_5_text", delta=DeltaSizes(1, 2, 4, 32, 32, 4))
+    computation, needed = Computation(4, "cpu"), []
+    for shape in (MILLION, with_nets):
+        config = TrainConfig.model_validate({"model": {"tiny": {}}, "algorithm": {"kl": {}}})
+        phases = rank_phases(config, Rank({"reference": shape}, 1, "cpu", 4), {})
+        needed.append(phases["forward passes"]["activations"])
+    tokens, rest = divmod(needed[0], total(layer_table(MILLION, computation)))
+    attention, nets = (total(table(with_nets, computation)) for table in (layer_table, delta_table))
+    assert rest == 0 and needed[1] == tokens * nets > tokens * attention
 
 
 def test_each_zero_stage_shards_what_it_says() -> None:

@@ -16,11 +16,12 @@ from peft import PeftModel
 from torch import nn
 
 from penstock.base.errors import UserError
-from penstock.benchmarks.workload.families import write_family
+from penstock.benchmarks.workload.families import FAMILIES, write_family
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.trainer import LoraConfig
 from penstock.engines.batches.packing import pack
 from penstock.engines.families.shape import read_shape
+from penstock.engines.families.table import family_of
 from penstock.engines.models.loading import load_causal_lm
 from penstock.engines.models.models import PackedPolicy
 from penstock.engines.models.peft import write_adapter
@@ -51,6 +52,17 @@ SHAPES = (
 )  # as most; transposed, with biases and another gate; not in all layers
 LORA = LoraConfig(rank=8, alpha=12.0, targets=["o_proj"], experts=True)
 LINEARS = LoraConfig(rank=8, alpha=12.0, targets=["o_proj"])
+FOR_PEFT = (  # by what is beside experts: nothing; biases; an MLP with a gate; dense layers, and attention's own gate
+    "Mixtral",
+    "gpt-oss",
+    "Qwen 2 MoE",
+    "Trinity",
+    "DeepSeek-V3",
+    "Qwen 3 Next",  # and gated delta nets
+)
+MIXTURES = sorted(name for name, (model_type, _) in FAMILIES.items() if family_of(model_type).experts)
+ALL, ALL_LINEARS = LoraConfig(rank=8, experts=True), LoraConfig(rank=8)
+GATE_UP = ("gate_proj", "up_proj")
 ROWS = random_rows(6)
 EVERY = list(range(len(ROWS)))
 
@@ -194,9 +206,15 @@ def test_merged_experts_in_bfloat16_are_rounded_as_linear_layers_are(folder: Pat
 
 
 @torch.no_grad()
-def test_peft_computes_the_same_from_the_adapters_folder(folder: Path, tmp_path: Path) -> None:
-    """It shares no code with ours. Controls: the base, and that nothing in the folder is left unread."""
-    lm = _load(folder)
+@pytest.mark.parametrize("experts", [True, False])
+@pytest.mark.parametrize("name", FOR_PEFT)
+def test_peft_computes_the_same_from_the_adapters_folder(name: str, experts: bool, tmp_path: Path) -> None:
+    """It shares no code with ours; of adapters on all linear layers, and on experts.
+
+    Controls: the base, and that nothing in the folder is left unread.
+    """
+    folder = write_family(name, tmp_path / "model")
+    lm = _load(folder, LoraConfig(rank=8, alpha=12.0, experts=experts), spread=0.05)
     write_adapter(lm, tmp_path / "adapter")
     tokens, base, merged = torch.arange(3, 30)[None], *(load_unpacked(folder, attention="eager") for _ in range(2))
     plain = base(tokens).logits
@@ -232,19 +250,42 @@ def test_experts_are_computed_without_a_wait_for_the_device(folder: Path) -> Non
         torch.testing.assert_close(compiled(*given), experts(*given))
 
 
-@pytest.mark.parametrize("config", [LORA, LINEARS])
-def test_sizes_without_torch_are_the_models_own(config: LoraConfig, folder: Path) -> None:
-    """What is trained, what a token meets of it, what vLLM has copies of."""
-    shape, lm = read_shape(folder), _load(folder, config)
-    layers = adapted_layers(lm)
-    stacks = {name: layer for name, layer in layers.items() if isinstance(layer, LoraExperts)}
-    assert bool(stacks) == config.experts
-    assert shape.adapter_parameters(config) == sum(value.numel() for value in ordered_parameters(lm))
+@pytest.mark.parametrize("name", MIXTURES)
+def test_sizes_without_torch_are_the_models_own(name: str, tmp_path: Path) -> None:
+    """What is trained, what a token meets of it, what vLLM has copies of; of whole MLPs for one fused matrix.
+
+    Control: what is left out of the targets is not counted.
+    """
+    shape, counted = read_shape(write_family(name, tmp_path)), []
     assert shape.experts is not None
-    parts = {name: layer.lora_A.numel() + layer.lora_B.numel() for name, layer in layers.items()}
-    unmet = sum(parts[name] for name in stacks) // shape.experts.count * (shape.experts.count - shape.experts.chosen)
-    assert shape.adapter_parameters_per_token(config) == sum(parts.values()) - unmet
-    assert shape.merged_parameters(config) == sum(layer.weight.numel() for layer in layers.values())
+    for config in (LORA, LINEARS, ALL, ALL_LINEARS):
+        lm = _load(tmp_path, config)
+        layers = adapted_layers(lm)
+        stacks = {name: layer for name, layer in layers.items() if isinstance(layer, LoraExperts)}
+        assert bool(stacks) == config.experts
+        assert shape.adapter_parameters(config) == sum(value.numel() for value in ordered_parameters(lm))
+        parts = {name: layer.lora_A.numel() + layer.lora_B.numel() for name, layer in layers.items()}
+        others = shape.experts.count - shape.experts.chosen
+        unmet = sum(parts[name] for name in stacks) // shape.experts.count * others
+        assert shape.adapter_parameters_per_token(config) == sum(parts.values()) - unmet
+        assert shape.merged_parameters(config) == sum(layer.weight.numel() for layer in layers.values())
+        assert shape.adapters(config) == len(layers) - len(stacks)
+        counted.append(shape.adapter_parameters(config))
+    assert counted[2] > counted[0] > counted[1] < counted[3] < counted[2]
+    by_name = {name: linear.weight.numel() for name, linear in layers.items()}
+    together = sum(size for name, size in by_name.items() if ".mlp." in name and name.split(".")[-2] in GATE_UP)
+    assert shape.merged_parameters(LoraConfig(targets=["up_proj"])) == together
+
+
+@pytest.mark.parametrize("name", ["Qwen 2 MoE", "Trinity"])
+def test_routers_rest(name: str, tmp_path: Path) -> None:
+    """Nothing of them is trained, also where, as in Trinity, they are linear layers. Control: without adapters."""
+    lm = load_causal_lm(write_family(name, tmp_path), torch.float32, False)
+    routers = [key for key in base_parameters(lm) if not {"gate", "router"}.isdisjoint(key.split("."))]
+    assert routers and all(base_parameters(lm)[key].requires_grad for key in routers if "bias" not in key)
+    attach(lm, ALL, seed=0)
+    assert not any(value.requires_grad for value in base_parameters(lm).values())
+    assert adapted_layers(lm).keys().isdisjoint(routers)
 
 
 def test_the_memory_estimate_counts_adapters_of_experts(folder: Path) -> None:
