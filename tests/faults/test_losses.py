@@ -230,6 +230,7 @@ STRUCK = {
             Blow("update_actor", "4/", HOST),
         ],
         ["snapshot 000001", "snapshot 000002", SAVED],
+        [pytest.mark.exhaustive],
     ),
     "while refused groups are replaced by what is under way": Struck(
         "tail with dynamic sampling",
