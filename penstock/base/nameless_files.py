@@ -16,6 +16,7 @@ import psutil
 from penstock.base.errors import UserError
 
 IN_MEMORY = ("tmpfs", "ramfs")  # types of file systems
+NAME_ANOTHER = "name a folder on a local disk that can be written to, on each machine that trains"
 
 
 def file_system_of(folder: Path) -> str:
@@ -34,7 +35,7 @@ def check_on_disk(folder: Path) -> None:
     if (system := file_system_of(folder.resolve())) in IN_MEMORY:
         raise UserError(
             f"offload_folder {folder} is in memory itself ({system}), so nothing would be saved",
-            "name a folder on a local disk that can be written to, on each machine that trains",
+            NAME_ANOTHER,
         )
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from penstock.base.errors import UserError
 from penstock.base.files import check_possible
-from penstock.base.nameless_files import check_on_disk
+from penstock.base.nameless_files import NAME_ANOTHER, check_on_disk
 from penstock.checks.model import check_expert_parallel, check_heads, check_tensor_parallel, shape_of
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.run import Role
@@ -263,11 +263,10 @@ def check_offload_folders(estimates: Sequence[GroupEstimate], elsewhere: Elsewhe
 
 
 def _check_offload_folder(folder: Path) -> None:
-    remedy = "name a folder on a local disk that can be written to, on each machine that trains"
     if not folder.is_dir():
-        raise UserError(f"offload_folder {folder} is no folder here", remedy)
+        raise UserError(f"offload_folder {folder} is no folder here", NAME_ANOTHER)
     check_on_disk(folder)
-    check_possible(folder, f"files in offload_folder {folder}", remedy)
+    check_possible(folder, f"files in offload_folder {folder}", NAME_ANOTHER)
 
 
 def lives_on_host(config: TrainConfig) -> bool:
@@ -338,8 +337,8 @@ def estimate_groups(
         slots = slot_bytes(config, rank, on_host)
         offloaded = 0 if on == "cpu" else offloaded_bytes(config, rank)
         placed = (spec.name, spec.roles, spec.devices)
-        one = GroupEstimate(*placed, memory, recomputed, sleep, each, slots, offloaded, spec.elastic)
-        estimates.append(replace(one, files=folder_bytes(config, rank)))
+        files = folder_bytes(config, rank)
+        estimates.append(GroupEstimate(*placed, memory, recomputed, sleep, each, slots, offloaded, spec.elastic, files))
     return estimates
 
 

@@ -418,7 +418,8 @@ def layer_names(folder: Path) -> set[str]:
 
     Of a mixture without experts and routers, which are no linear layers.
     """
-    family, weights = _family_in(folder), _loaded(of_decoder(read_settings(folder)), weight_shapes(folder))
+    settings = of_decoder(read_settings(folder))
+    family, weights = family_of(settings.get("model_type", "")), _loaded(settings, weight_shapes(folder))
     others = (*family.stored_experts, *family.routers) if family.experts else ()
     matrices = [name for name, shape in weights.items() if len(shape) == 2 and not _within(name, others)]
     within = (name.split(".") for name in matrices)
@@ -427,16 +428,12 @@ def layer_names(folder: Path) -> set[str]:
 
 def expert_names(folder: Path) -> set[str]:
     """Return how parts of a mixture's experts are called, in its files and in the library; none without experts."""
-    family = _family_in(folder)
+    family = family_of(of_decoder(read_settings(folder)).get("model_type", ""))
     if not family.experts:
         return set()
     stored = (name for name in weight_shapes(folder) if _within(name, family.stored_experts))
     ends = (*stored, *(own for own, _ in family.experts if _within(own, ("experts",))))
     return {name.removesuffix(".weight").rpartition(".")[2] for name in ends}
-
-
-def _family_in(folder: Path) -> Family:
-    return family_of(of_decoder(read_settings(folder)).get("model_type", ""))
 
 
 def weight_shapes(folder: Path) -> dict[str, list[int]]:

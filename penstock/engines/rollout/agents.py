@@ -26,8 +26,9 @@ from penstock.base.errors import UserError
 from penstock.configs.sections.data import DataConfig
 from penstock.configs.sections.rollout import EnvironmentConfig
 from penstock.data.chat import rendered
+from penstock.engines.rollout.carried import spans_of
 from penstock.engines.rollout.chat import ChatMarkup
-from penstock.engines.rollout.episode import Episode, Placed, spans_of
+from penstock.engines.rollout.episode import Episode, Placed
 from penstock.engines.rollout.paths.places import begun_path, turn_before
 from penstock.environments.gateway.asks import CUT, Ask, SaidCall, Turn
 

@@ -29,17 +29,21 @@ def request_of(carried: CarriedResponses, number: int, owner: Generation, row: i
         owner: who goes on with it, for whom it is `row`.
     """
     first, end = carried.tokens.offsets_B1[number : number + 2]
-    versions_T = carried.versions_T[first:end]
-    begins = np.flatnonzero(np.diff(versions_T, prepend=versions_T[:1] - 1)).tolist()
     return Request(
         owner,
         row,
         time.perf_counter(),
         tokens=array("i", carried.tokens.row(number).tolist()),
         logprobs=carried.logprobs_T[first:end].tolist(),
-        versions=[(begin, int(versions_T[begin])) for begin in begins],
+        versions=spans_of(carried.versions_T[first:end].tolist()),
         truncated=bool(carried.truncated_B[number]),
     )
+
+
+def spans_of(versions: Sequence[int]) -> list[tuple[int, int]]:
+    """Return from which token on which policy version sampled."""
+    begins = np.flatnonzero(np.diff(np.asarray(versions), prepend=-2)).tolist()
+    return [(begin, versions[begin]) for begin in begins]
 
 
 def resumed(before: Request, owner: Generation, row: int) -> Request:

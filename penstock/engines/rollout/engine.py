@@ -196,7 +196,7 @@ class Generator:
         prompts, sampling, carried = asked.prompts, asked.sampling, asked.carried
         number, store, place = asked.number, self.store, self.place_among(asked.sharing)
         before = 0 if carried is None else len(carried.tokens) // sampling.samples
-        homes_P, at_once = None if carried is None else homes_of(carried, sampling.samples), asked.together is None
+        homes_P, at_once = homes_of(carried, sampling.samples), asked.together is None
         began = time.perf_counter()
         if not self.loop.busy:  # a generation that is under way keeps its KV cache and its random stream
             if not (self.config.begins_ahead and self.loop.holds_keys):

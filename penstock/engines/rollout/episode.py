@@ -22,7 +22,7 @@ import numpy as np
 
 from penstock.base.ragged import Ragged
 from penstock.engines.commands.rollout import NO_ENGINE, NO_SEED, Asked, CarriedEpisodes, CarriedResponses, Paths
-from penstock.engines.rollout.carried import versions_of
+from penstock.engines.rollout.carried import spans_of, versions_of
 from penstock.engines.rollout.decode_loop import Generation, Request
 from penstock.environments.gateway.asks import Ask
 from penstock.environments.worker import Reply
@@ -307,12 +307,6 @@ def begun_turn(episode: Episode, owner: Generation) -> Placed:
     return placed
 
 
-def spans_of(versions: Sequence[int]) -> list[tuple[int, int]]:
-    """Return from which token on which policy version sampled."""
-    begins = np.flatnonzero(np.diff(np.asarray(versions), prepend=-2)).tolist()
-    return [(begin, versions[begin]) for begin in begins]
-
-
 def known_of(episode: Episode) -> str:
     """Return a digest of all that an engine knows of an agent's episode that goes on."""
     digest = hashlib.sha256()
@@ -359,9 +353,9 @@ def under_way(carried: CarriedResponses | None) -> dict[int, str]:
     return {int(seeds_B[row]): heard(carried.tokens.row(row).tolist(), ends.row(row).tolist()) for row in rows}
 
 
-def homes_of(carried: CarriedResponses, samples: int) -> np.ndarray | None:
+def homes_of(carried: CarriedResponses | None, samples: int) -> np.ndarray | None:
     """Return for each carried prompt the engine that has what lives of its episodes, int32; None: nobody knows."""
-    if carried.episodes is None or carried.episodes.engines_B is None:
+    if carried is None or carried.episodes is None or carried.episodes.engines_B is None:
         return None
     homes_P: np.ndarray = carried.episodes.engines_B.reshape(-1, samples).max(axis=1)
     return homes_P

@@ -44,34 +44,15 @@ from penstock.engines.weights.lora import (
     merged_state,
     without_adapters,
 )
-from tests.engines.rows import random_rows
 from tests.engines.shared_ranks import Shape
 from tests.engines.unpacked import load_unpacked, row_logprobs
+from tests.engines.weights.adapted import EVERY, ROWS, load_adapted, packed_logprobs
 
 FolderOf = Callable[[Shape], Path]
 CPU = torch.device("cpu")
 SHAPE = Shape("qwen2", tied=True)
 LORA = LoraConfig(rank=4, alpha=6.0)
 ATTENTION = LoraConfig(rank=2, alpha=6.0, targets=["q_proj", "v_proj"])
-ROWS = random_rows(6)
-EVERY = list(range(len(ROWS)))
-
-
-def _load(
-    folder: Path, config: LoraConfig, seed: int = 0, spread: float = 0.1, dtype: torch.dtype = torch.float32
-) -> Any:
-    """The model with adapters that say something: B is no longer zero."""
-    lm = load_causal_lm(folder, dtype, False)
-    attach(lm, config, seed)
-    generator = torch.Generator().manual_seed(11)
-    for layer in adapted_layers(lm).values():
-        nn.init.normal_(layer.lora_B, std=spread, generator=generator)
-    return lm
-
-
-def _logprobs(lm: Any) -> torch.Tensor:
-    logprobs_T: torch.Tensor = PackedPolicy(lm).eval()(pack(ROWS, EVERY, CPU), 1.0)[0]
-    return logprobs_T
 
 
 def test_a_layer_and_its_gradients_are_those_of_the_formula_in_float64() -> None:
@@ -111,9 +92,12 @@ def test_a_models_gradients_are_the_chain_rules_through_the_merged_weights(
     """The oracle never sees an adapter: whole rows in float64 with W + s B A, and from its gradient G of that matrix
     dA = s B' G and dB = s G A'.
     """
-    lm, weights_T = _load(folder_of(SHAPE), config, dtype=torch.float64), torch.linspace(-1, 1, len(ROWS.mask.values_T))
+    lm, weights_T = (
+        load_adapted(folder_of(SHAPE), config, dtype=torch.float64),
+        torch.linspace(-1, 1, len(ROWS.mask.values_T)),
+    )
     layers = adapted_layers(lm)
-    logprobs_T = _logprobs(lm)
+    logprobs_T = packed_logprobs(lm)
     (logprobs_T * weights_T).sum().backward()
     oracle = load_unpacked(folder_of(SHAPE)).double()
     dense = dict(oracle.named_parameters())
@@ -166,16 +150,16 @@ def test_merged_weights_in_bfloat16_keep_updates_that_the_nearest_value_would_lo
 def test_fresh_adapters_and_adapters_switched_off_are_the_base_bit_for_bit(folder_of: FolderOf) -> None:
     """So the KL to the base is exactly 0 before the first step. Control: adapters in force change every log-prob."""
     folder = folder_of(SHAPE)
-    base_T = _logprobs(load_causal_lm(folder, torch.float32, False))
+    base_T = packed_logprobs(load_causal_lm(folder, torch.float32, False))
     fresh = load_causal_lm(folder, torch.float32, False)
     attach(fresh, LORA, seed=0)
-    assert torch.equal(_logprobs(fresh), base_T)
-    lm = _load(folder, LORA)
-    before_T = _logprobs(lm)
+    assert torch.equal(packed_logprobs(fresh), base_T)
+    lm = load_adapted(folder, LORA)
+    before_T = packed_logprobs(lm)
     assert (before_T - base_T).abs().min() > 1e-5
     with without_adapters(lm):
-        assert torch.equal(_logprobs(lm), base_T)
-    assert torch.equal(_logprobs(lm), before_T)
+        assert torch.equal(packed_logprobs(lm), base_T)
+    assert torch.equal(packed_logprobs(lm), before_T)
 
 
 @torch.no_grad()
@@ -196,7 +180,7 @@ def test_the_same_seed_draws_the_same_adapters_within_the_usual_bound(folder_of:
 @torch.no_grad()
 def test_what_is_written_is_the_same_model_merged_and_for_peft(folder_of: FolderOf, tmp_path: Path) -> None:
     """PEFT, which shares no code, computes from the adapter's folder what the merged weights do."""
-    lm = _load(folder_of(SHAPE), ATTENTION)
+    lm = load_adapted(folder_of(SHAPE), ATTENTION)
     write_adapter(lm, tmp_path / "adapter")
     assert len({path.stat().st_mode for path in (tmp_path / "adapter").iterdir()}) == 1  # whoever reads one reads all
     tokens = torch.arange(3, 30)[None]
@@ -214,17 +198,17 @@ def test_what_is_written_is_the_same_model_merged_and_for_peft(folder_of: Folder
     again = load_causal_lm(folder_of(SHAPE), torch.float32, False)
     attach(again, ATTENTION, seed=5)
     load_adapter(again, adapter_state(lm))
-    assert torch.equal(_logprobs(again), _logprobs(lm))
+    assert torch.equal(packed_logprobs(again), packed_logprobs(lm))
     with pytest.raises(ValueError, match="other layers or sizes"):
-        load_adapter(_load(folder_of(SHAPE), LORA), adapter_state(lm))
+        load_adapter(load_adapted(folder_of(SHAPE), LORA), adapter_state(lm))
 
 
 def test_only_targets_get_adapters_and_a_score_head_stays_trained(folder_of: FolderOf) -> None:
     """By default every linear layer of the blocks; the language head never."""
-    lm = _load(folder_of(SHAPE), ATTENTION)
+    lm = load_adapted(folder_of(SHAPE), ATTENTION)
     assert {name.split(".")[-2] for name in adapted_layers(lm)} == {"q_proj", "v_proj"}
     assert len(adapted_layers(lm)) == 2 * 2
-    everywhere = _load(folder_of(SHAPE), LORA)
+    everywhere = load_adapted(folder_of(SHAPE), LORA)
     assert len(adapted_layers(everywhere)) == 7 * 2
     assert base_parameters(everywhere).keys() == dict(load_unpacked(folder_of(SHAPE)).named_parameters()).keys()
     assert {name for name, value in everywhere.named_parameters() if value.requires_grad} == set(
@@ -238,7 +222,7 @@ def test_only_targets_get_adapters_and_a_score_head_stays_trained(folder_of: Fol
 
 def test_frozen_matrices_that_vllm_fuses_lie_together(folder_of: FolderOf) -> None:
     """Only then can it read them where they are. Control: before that they do not; values stay."""
-    lm = _load(folder_of(SHAPE), ATTENTION)
+    lm = load_adapted(folder_of(SHAPE), ATTENTION)
     before = {name: value.detach().clone() for name, value in lm.named_parameters()}
 
     def views() -> dict[str, bool]:
@@ -283,7 +267,7 @@ def test_settings_that_cannot_be_are_refused(section: dict[str, Any], message: s
 @pytest.mark.parametrize("config", [LORA, ATTENTION, LoraConfig(rank=3, targets=["k_proj", "up_proj"])])
 def test_sizes_without_torch_are_the_models_own(config: LoraConfig, folder_of: FolderOf) -> None:
     """What is trained, and what the rollout engine holds beside the base: whole fused matrices."""
-    shape, lm = read_shape(folder_of(SHAPE)), _load(folder_of(SHAPE), config)
+    shape, lm = read_shape(folder_of(SHAPE)), load_adapted(folder_of(SHAPE), config)
     assert shape.adapter_parameters(config) == sum(value.numel() for value in ordered_parameters(lm))
     assert shape.trained_parameters(config) == shape.adapter_parameters(config)
     assert (shape.trained_parameters(None), shape.adapter_parameters(None)) == (shape.parameters, 0)

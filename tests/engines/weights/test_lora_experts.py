@@ -19,11 +19,9 @@ from penstock.base.errors import UserError
 from penstock.benchmarks.workload.families import FAMILIES, write_family
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.trainer import LoraConfig
-from penstock.engines.batches.packing import pack
 from penstock.engines.families.shape import read_shape
 from penstock.engines.families.table import family_of
 from penstock.engines.models.loading import load_causal_lm
-from penstock.engines.models.models import PackedPolicy
 from penstock.engines.models.peft import write_adapter
 from penstock.engines.sizing.memory import Rank, Recomputed, rank_phases
 from penstock.engines.weights import lora as adapters
@@ -42,8 +40,8 @@ from penstock.engines.weights.lora import (
     without_adapters,
 )
 from penstock.engines.weights.slices import shapes_of
-from tests.engines.rows import random_rows
 from tests.engines.unpacked import load_unpacked
+from tests.engines.weights.adapted import load_adapted, packed_logprobs
 
 SHAPES = (
     "Qwen 3 MoE",
@@ -63,8 +61,6 @@ FOR_PEFT = (  # by what is beside experts: nothing; biases; an MLP with a gate; 
 MIXTURES = sorted(name for name, (model_type, _) in FAMILIES.items() if family_of(model_type).experts)
 ALL, ALL_LINEARS = LoraConfig(rank=8, experts=True), LoraConfig(rank=8)
 GATE_UP = ("gate_proj", "up_proj")
-ROWS = random_rows(6)
-EVERY = list(range(len(ROWS)))
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -73,39 +69,24 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_family(request.param, tmp_path_factory.mktemp("mixture") / "model")
 
 
-def _load(folder: Path, config: LoraConfig = LORA, seed: int = 0, spread: float = 0.1) -> Any:
-    """The model with adapters that say something: B is no longer zero."""
-    lm = load_causal_lm(folder, torch.float32, False)
-    attach(lm, config, seed)
-    generator = torch.Generator().manual_seed(11)
-    for layer in adapted_layers(lm).values():
-        nn.init.normal_(layer.lora_B, std=spread, generator=generator)
-    return lm
-
-
-def _logprobs(lm: Any) -> torch.Tensor:
-    logprobs_T: torch.Tensor = PackedPolicy(lm).eval()(pack(ROWS, EVERY, torch.device("cpu")), 1.0)[0]
-    return logprobs_T
-
-
 @torch.no_grad()
 def test_fresh_adapters_and_adapters_switched_off_are_the_base_bit_for_bit(folder: Path) -> None:
     """Linear layers start as they do without adapters on experts. Control: in force these change every log-prob."""
-    base_T = _logprobs(load_causal_lm(folder, torch.float32, False))
+    base_T = packed_logprobs(load_causal_lm(folder, torch.float32, False))
     fresh, linears = (load_causal_lm(folder, torch.float32, False) for _ in range(2))
     attach(fresh, LORA, seed=0)
     attach(linears, LINEARS, seed=0)
-    assert torch.equal(_logprobs(fresh), base_T)
+    assert torch.equal(packed_logprobs(fresh), base_T)
     started = adapter_state(fresh)
     assert all(torch.equal(value, started[name]) for name, value in adapter_state(linears).items())
     assert base_parameters(fresh).keys() == base_parameters(load_causal_lm(folder, torch.float32, False)).keys()
-    lm = _load(folder)
+    lm = load_adapted(folder, LORA)
     nn.init.zeros_(next(layer for layer in adapted_layers(lm).values() if not isinstance(layer, LoraExperts)).lora_B)
-    before_T = _logprobs(lm)
+    before_T = packed_logprobs(lm)
     assert (before_T - base_T).abs().min() > 1e-5
     with without_adapters(lm):
-        assert torch.equal(_logprobs(lm), base_T)
-    assert torch.equal(_logprobs(lm), before_T)
+        assert torch.equal(packed_logprobs(lm), base_T)
+    assert torch.equal(packed_logprobs(lm), before_T)
 
 
 def _expert_by_expert(
@@ -136,7 +117,7 @@ def test_outputs_and_gradients_are_those_of_plain_autograd_expert_by_expert(fold
 
     Controls: A of the next expert gives others, and experts' own weights get none.
     """
-    lm = _load(folder)
+    lm = load_adapted(folder, LORA)
     (*_, experts) = stacks_of_experts(lm).values()
     random = torch.Generator().manual_seed(3)
     count, size = experts.num_experts, lm.config.hidden_size
@@ -179,13 +160,13 @@ def test_outputs_and_gradients_are_those_of_plain_autograd_expert_by_expert(fold
 def test_merged_experts_are_what_the_adapters_compute(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To float32's rounding, however many are merged at a time. Control: the base."""
     lm, base, merged = (
-        _load(folder),
+        load_adapted(folder, LORA),
         load_causal_lm(folder, torch.float32, False),
         load_causal_lm(folder, torch.float32, False),
     )
     merged.load_state_dict(merged_state(lm), strict=True)
-    torch.testing.assert_close(_logprobs(merged), _logprobs(lm), rtol=1e-5, atol=1e-5)
-    assert (_logprobs(base) - _logprobs(lm)).abs().mean() > 0.05
+    torch.testing.assert_close(packed_logprobs(merged), packed_logprobs(lm), rtol=1e-5, atol=1e-5)
+    assert (packed_logprobs(base) - packed_logprobs(lm)).abs().mean() > 0.05
     monkeypatch.setattr(adapters, "MERGED_AT_ONCE", 1)
     one_by_one = merged_state(lm)
     assert all(torch.equal(value, one_by_one[name]) for name, value in merged.state_dict().items())
@@ -194,7 +175,7 @@ def test_merged_experts_are_what_the_adapters_compute(folder: Path, monkeypatch:
 @torch.no_grad()
 def test_merged_experts_in_bfloat16_are_rounded_as_linear_layers_are(folder: Path) -> None:
     """Up or down, so that small updates do not get lost. Control: to the nearest value they are others."""
-    lm = _load(folder, spread=1e-3).bfloat16()
+    lm = load_adapted(folder, LORA, spread=1e-3).bfloat16()
     for layer in adapted_layers(lm).values():
         if isinstance(layer, LoraExperts):
             a_ERI, b_EOR = layer.lora_A.float(), layer.lora_B.float()
@@ -214,7 +195,7 @@ def test_peft_computes_the_same_from_the_adapters_folder(name: str, experts: boo
     Controls: the base, and that nothing in the folder is left unread.
     """
     folder = write_family(name, tmp_path / "model")
-    lm = _load(folder, LoraConfig(rank=8, alpha=12.0, experts=experts), spread=0.05)
+    lm = load_adapted(folder, LoraConfig(rank=8, alpha=12.0, experts=experts), spread=0.05)
     write_adapter(lm, tmp_path / "adapter")
     tokens, base, merged = torch.arange(3, 30)[None], *(load_unpacked(folder, attention="eager") for _ in range(2))
     plain = base(tokens).logits
@@ -231,7 +212,7 @@ def test_peft_computes_the_same_from_the_adapters_folder(name: str, experts: boo
 @torch.no_grad()
 def test_another_group_is_sent_merged_experts(folder: Path) -> None:
     """Every number of every bucket. Control: the base, of which the transposed experts keep their shape."""
-    lm = _load(folder)
+    lm = load_adapted(folder, LORA)
     shapes = shapes_of(lm)
     buckets = in_buckets(numels_of(shapes), 4)
     sent = torch.cat([bucket.view(-1).clone() for bucket in FlatSource(lm, buckets).buckets()])
@@ -241,7 +222,7 @@ def test_another_group_is_sent_merged_experts(folder: Path) -> None:
 
 def test_experts_are_computed_without_a_wait_for_the_device(folder: Path) -> None:
     """One graph without a break, for any number of tokens: what asked for a value would break it."""
-    lm = _load(folder)
+    lm = load_adapted(folder, LORA)
     (*_, experts) = stacks_of_experts(lm).values()
     compiled = torch.compile(experts.forward, backend="eager", fullgraph=True, dynamic=True)
     for tokens in (5, 9):
@@ -259,7 +240,7 @@ def test_sizes_without_torch_are_the_models_own(name: str, tmp_path: Path) -> No
     shape, counted = read_shape(write_family(name, tmp_path)), []
     assert shape.experts is not None
     for config in (LORA, LINEARS, ALL, ALL_LINEARS):
-        lm = _load(tmp_path, config)
+        lm = load_adapted(tmp_path, config)
         layers = adapted_layers(lm)
         stacks = {name: layer for name, layer in layers.items() if isinstance(layer, LoraExperts)}
         assert bool(stacks) == config.experts
