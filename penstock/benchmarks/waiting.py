@@ -67,9 +67,11 @@ def measure(
         raise UserError(f"{recipe} waits for all responses", "give rollout.tail, e.g. rollout.tail.extra=0.25")
     if lognormal and not config.rollout.ignore_eos:
         raise UserError(f"in {recipe} a response may end by itself", "give rollout.ignore_eos=true")
-    work = {"lengths": "log-normal" if lognormal else "the model's", **describe(config)}
+    lengths = {"lengths": "log-normal" if lognormal else "the model's"}
     if against is not None:
-        _check_same(against, work)
+        _check_same(
+            against, [{**lengths, **describe(of)} for of in (config, load_config(recipe, [*overrides, *waits]))]
+        )
     program = UNEVEN if lognormal else PROGRAM
     fewer = [] if synchronous is None else [f"iterations={synchronous}"]
     for count in (config.iterations, synchronous or config.iterations):
@@ -94,7 +96,8 @@ def measure(
             "iterations": len(rows),
             "synchronous_iterations": len(others),
             "skipped": skip,
-            **work,
+            **lengths,
+            **describe(config),
         },
         details=[
             {**row, "mode": mode, "iteration": number}
@@ -104,15 +107,24 @@ def measure(
     )
 
 
-def _check_same(against: BenchResult, work: Mapping[str, Any]) -> None:
-    """Raise UserError unless a result is of the same work on such a machine, whichever way it did not wait."""
+def _check_same(against: BenchResult, works: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UserError unless a result is of one of these works on such a machine, whichever way it did not wait.
+
+    `works`: the recipe, and the recipe that waits: without a way not to wait it has no correction of its own accord.
+    """
     if against.bench != "waiting" or against.machine != machine():
         raise UserError("the result to compare with is not of this benchmark and machine", "leave out --against")
+    differing = [_differing(work, against.settings) for work in works]
+    if all(differing):
+        raise UserError(f"the result to compare with differs in {', '.join(differing[-1])}", "leave out --against")
+
+
+def _differing(work: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """Return in what a work differs from that of a result, but for how often and how it does not wait."""
     waiting: dict[str, Any] = dict.fromkeys(MODES)
-    asked, measured = ({**of, "rollout": {**of["rollout"], **waiting}} for of in (work, against.settings))
+    asked, measured = ({**of, "rollout": {**of["rollout"], **waiting}} for of in (work, settings))
     names = asked.keys() | measured.keys() - {"iterations", "synchronous_iterations", "skipped"}
-    if differing := sorted(name for name in names if asked.get(name) != measured.get(name)):
-        raise UserError(f"the result to compare with differs in {', '.join(differing)}", "leave out --against")
+    return sorted(name for name in names if asked.get(name) != measured.get(name))
 
 
 def figures_of(rows: Sequence[Mapping[str, float]], skip: int, samples: int) -> dict[str, float]:
