@@ -13,9 +13,16 @@ from pydantic import ConfigDict
 
 @dataclass(frozen=True)
 class Deferred:
-    """A waiting prompt: its row in the table of training prompts, and the iteration that has drawn it."""
+    """A waiting prompt.
+
+    Attributes:
+        row: of the table of training prompts.
+        since: the iteration that has drawn it.
+        begun: how often its responses were begun from their first tokens.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     row: int
     since: int
+    begun: int = 1

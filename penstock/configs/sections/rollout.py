@@ -56,6 +56,18 @@ class TailConfig(Section):
         0.25, gt=0, le=4, description="prompts begun beyond rollout.prompts, as a share of it; the last ones wait"
     )
     max_wait: PositiveInt = Field(8, description="iterations after which a prompt that waits is taken in any case")
+    deferrals: PositiveInt = Field(1, description="how often a prompt may be put off before a round takes it")
+
+    @model_validator(mode="after")
+    def _puts_off_again(self) -> TailConfig:
+        """Refuse a number of deferrals that no prompt would come to."""
+        rounds = math.ceil((1 + self.extra) / self.extra)  # that leave enough prompts for one in between
+        if self.deferrals > 1 and rounds >= self.max_wait:
+            raise ValueError(
+                f"no prompt is put off twice within max_wait={self.max_wait} iterations: with extra={self.extra:g} it "
+                f"takes {rounds} until enough of them wait; give max_wait={rounds + 1} or more, or deferrals=1"
+            )
+        return self
 
 
 class CarryConfig(Section):

@@ -6,6 +6,8 @@ is room, which comes soon where lengths differ, and where they do not nothing is
 those that have waited, the longest first, and takes all of them; it is due once they fill a batch, or one of them has
 waited for as long as it may. So every prompt has its turn, and all tokens that are trained on are the present policy's
 (tail batching of RollPacker, Gao et al. 2025, arXiv 2509.21009, without its choice among the responses of a prompt).
+Where a prompt may be put off several times, there are rounds between: they begin those that were put off as often as
+each other, as many as a short round begins, and put the last of them off once more.
 
 What was sampled for prompts that then wait is lost: at staleness 0 the next policy has no use for it. Within the
 iteration it has: where refused groups are to be replaced, a further round goes on with it.
@@ -23,10 +25,11 @@ Left out: the engines' part (penstock/engines/rollout/quota.py), what is kept of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from penstock.configs.sections.rollout import RolloutConfig
+from penstock.configs.sections.rollout import RolloutConfig, TailConfig
 from penstock.session.requests import Round
 from penstock.session.rollout.draw import draw
 from penstock.session.session import Training
@@ -44,15 +47,20 @@ def next_round(training: Training, iteration: int, progress: Progress) -> Round:
     config, waiting = training.config.rollout, progress.deferred
     if config.goes_on:
         return _round_that_goes_on(training, iteration, progress)
-    old: tuple[Deferred, ...] = ()
-    more, wanted, goes_on = config.prompts_begun, None, False
-    if config.tail is not None and _is_long(config.prompts, config.tail.max_wait, iteration, waiting):
-        old = waiting[: config.prompts]
+    if config.tail is None:
+        return Round(tuple(_new(training, iteration, progress.prompt_cursor, config.prompts)), config.prompts, None)
+    if places := _taken(config.prompts, config.tail, iteration, waiting):
+        old, resting = _parted(waiting, places)
         more = config.prompts - len(old)
-    elif config.tail is not None:
-        wanted, goes_on = config.prompts, training.config.algorithm.dynamic_sampling is not None
+        new = _new(training, iteration, progress.prompt_cursor, more)
+        return Round((*old, *new), more, None, resting)
+    if places := _put_off_alike(config.prompts_begun, config.tail.deferrals, waiting):
+        old, resting = _parted(waiting, places)
+        again = tuple(replace(prompt, begun=prompt.begun + 1) for prompt in old)
+        return Round(again, 0, config.prompts, resting, together=config.prompts)
+    more, goes_on = config.prompts_begun, training.config.algorithm.dynamic_sampling is not None
     new = _new(training, iteration, progress.prompt_cursor, more)
-    return Round((*old, *new), more, wanted, waiting[len(old) :], goes_on=goes_on, together=wanted)
+    return Round(tuple(new), more, config.prompts, waiting, goes_on=goes_on, together=config.prompts)
 
 
 def further_round(
@@ -99,9 +107,31 @@ def _new(training: Training, iteration: int, cursor: int, count: int) -> list[De
     return [Deferred(int(row), iteration) for row in rows]
 
 
-def _is_long(prompts: int, max_wait: int, iteration: int, waiting: Sequence[Deferred]) -> bool:
-    """Whether those who wait have their turn: they fill a batch, or one of them has waited for long enough."""
-    return len(waiting) >= prompts or any(iteration - prompt.since >= max_wait for prompt in waiting)
+def _taken(prompts: int, tail: TailConfig, iteration: int, waiting: Sequence[Deferred]) -> list[int]:
+    """Return the places of those who wait and have their turn in a long round; none if it is not due.
+
+    They may be put off no more, and fill a batch; or one has waited for long enough, and the oldest come with it.
+    """
+    if any(iteration - prompt.since >= tail.max_wait for prompt in waiting):
+        return list(range(len(waiting)))[:prompts]
+    last = [place for place, prompt in enumerate(waiting) if prompt.begun >= tail.deferrals]
+    return last[:prompts] if len(last) >= prompts else []
+
+
+def _put_off_alike(begun: int, deferrals: int, waiting: Sequence[Deferred]) -> list[int]:
+    """Return the places of those who wait and may be put off once more, if enough of them were put off as often."""
+    for times in range(deferrals - 1, 0, -1):
+        alike = [place for place, prompt in enumerate(waiting) if prompt.begun == times]
+        if len(alike) >= begun:
+            return alike[:begun]
+    return []
+
+
+def _parted(waiting: Sequence[Deferred], places: Sequence[int]) -> tuple[list[Deferred], tuple[Deferred, ...]]:
+    """Return the prompts at these places, and the others."""
+    taken = set(places)
+    others = tuple(prompt for place, prompt in enumerate(waiting) if place not in taken)
+    return [waiting[place] for place in places], others
 
 
 def round_figures(

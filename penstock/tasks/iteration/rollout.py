@@ -360,7 +360,7 @@ def _left(training: Training, iteration: int, this_round: Round, responses: Resp
     waiting = this_round.waiting(answered)
     if this_round.wanted is None and not waiting:
         return {}
-    rows = [[prompt.row, prompt.since] for prompt in waiting]
+    rows = [list(dataclasses.astuple(prompt)) for prompt in waiting]
     carried = {}
     if responses.left is not None:
         carried[CARRIED] = keep_carried(training.run, iteration, responses.left, this_round.left(answered))
@@ -441,7 +441,7 @@ def describe(path: Path, columns: dict[str, Any], prompts: int, origin: Mapping[
 
 def waiting_after(origin: Mapping[str, Any]) -> tuple[Deferred, ...]:
     """Return the prompts that wait once an experience file of this origin is made."""
-    return tuple(Deferred(row, since) for row, since in origin.get(WAITING, ()))
+    return tuple(Deferred(*prompt) for prompt in origin.get(WAITING, ()))
 
 
 def length_figures(training: Training, key: str, columns: dict[str, Any]) -> dict[str, float]:

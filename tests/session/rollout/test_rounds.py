@@ -55,13 +55,20 @@ def later(progress: Progress, this_round: Round, answered: list[int]) -> Progres
     return TypeAdapter(Progress).validate_python(json.loads(json.dumps(dataclasses.asdict(after))))
 
 
-@pytest.mark.parametrize(("extra", "max_wait"), [(0.25, 8), (0.5, 2), (1.0, 1), (2.5, 3)])
+@pytest.mark.parametrize(
+    ("extra", "max_wait", "deferrals"),
+    [(0.25, 8, 1), (0.5, 2, 1), (1.0, 1, 1), (2.5, 3, 1), (0.5, 30, 2), (0.5, 4, 2), (1.0, 40, 3)],
+)
 def test_every_prompt_is_taken_once_and_in_time(
-    training_of: Callable[..., Training], extra: float, max_wait: int
+    training_of: Callable[..., Training], extra: float, max_wait: int, deferrals: int
 ) -> None:
-    """Over 60 iterations in which the same prompts tend to be the last ones. Every batch is full."""
-    training, chance = training_of(tail={"extra": extra, "max_wait": max_wait}), random.Random(1)
-    progress, taken, long = Progress(), Counter[int](), 0
+    """Over 60 iterations in which the same prompts tend to be the last ones. Every batch is full.
+
+    None is begun more often than it may be put off and once more. Control: those that may be put off again are.
+    """
+    tail = {"extra": extra, "max_wait": max_wait, "deferrals": deferrals}
+    training, chance = training_of(tail=tail), random.Random(1)
+    progress, taken, long, begun = Progress(), Counter[int](), 0, 0
     for iteration in range(1, 61):
         this_round = next_round(training, iteration, progress)
         positions = range(len(this_round.begun))
@@ -74,13 +81,15 @@ def test_every_prompt_is_taken_once_and_in_time(
             assert iteration - prompt.since <= max_wait
             taken[prompt.row] += 1
         long += this_round.wanted is None
+        begun = max(begun, *(prompt.begun for prompt in this_round.begun))
         progress = later(progress, this_round, sorted(answered))
-        assert len(progress.deferred) < (2 + extra) * PROMPTS
+        assert len(progress.deferred) < deferrals * (2 + extra) * PROMPTS
         assert [one.since for one in progress.deferred] == sorted(one.since for one in progress.deferred)
     waiting = Counter(prompt.row for prompt in progress.deferred)
     drawn = Counter(draw(training, 1, 0, progress.prompt_cursor).tolist())
     assert taken + waiting == drawn
-    assert 3 < long < 57
+    assert (3 if max_wait < 30 else 0) < long < 57
+    assert begun == (deferrals if max_wait > deferrals else 1)
 
 
 @pytest.mark.parametrize(
@@ -188,8 +197,16 @@ def test_what_does_not_go_with_carrying_is_refused(sections: dict[str, Any], sai
         config_from_mapping(sections, "test")
 
 
-@pytest.mark.parametrize("tail", [{"extra": 0}, {"extra": 5}, {"max_wait": 0}, {"share": 0.5}])
+@pytest.mark.parametrize("tail", [{"extra": 0}, {"extra": 5}, {"max_wait": 0}, {"deferrals": 0}, {"share": 0.5}])
 def test_what_puts_off_nothing_or_for_ever_is_refused(tail: dict[str, float]) -> None:
     """Before anything starts."""
     with pytest.raises(UserError, match=r"rollout\.tail"):
         config_from_mapping({"rollout": {"tail": tail}}, "test")
+
+
+def test_deferrals_that_no_prompt_comes_to_are_refused() -> None:
+    """Ten rounds with a tenth more leave too few for a round in between. Control: eleven leave enough."""
+    tail = {"extra": 0.1, "deferrals": 2, "max_wait": 11}
+    with pytest.raises(UserError, match="no prompt is put off twice within max_wait=11"):
+        config_from_mapping({"rollout": {"tail": tail}}, "test")
+    assert config_from_mapping({"rollout": {"tail": {**tail, "max_wait": 12}}}, "test").rollout.tail is not None

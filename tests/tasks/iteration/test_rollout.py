@@ -366,7 +366,7 @@ def test_what_is_under_way_anyway_replaces_refused_groups(
     assert further.unused_tokens == (SAMPLES if way is TAIL else 0)  # one prompt has a second token, another its first
     assert further.columns["response_tokens"].lengths_B.tolist() == [2, 3], "it went on from a token"
     assert set(further.columns["prompt_id"]) == {table["prompt_id"].iloc[rows[2]]}
-    waiting = [[int(rows[1]), 1], [int(rows[5]), 1]]
+    waiting = [[int(rows[1]), 1, 1], [int(rows[5]), 1, 1]]
     assert further.origin.keys() == {"waiting", "carried"} and further.origin["waiting"] == waiting
     left = begun_before(training, 1, [Deferred(*prompt) for prompt in waiting])
     assert left is not None
@@ -399,13 +399,16 @@ def test_prompts_that_wait_for_a_later_round_replace_no_group(
     further = further_rollout(training, settings, experience, cursor=12, missing=1, more=2, number=1)
     asked = engines.commands[-1]
     assert (asked["wanted"], len(asked["prompts"]["offsets_B1"])) == (1, 1 + 3)
-    assert further.origin["waiting"][0] == [earlier.row, earlier.since] and len(further.origin["waiting"]) == 3
+    assert (
+        further.origin["waiting"][0] == [earlier.row, earlier.since, earlier.begun]
+        and len(further.origin["waiting"]) == 3
+    )
 
     alone = ExperienceRef("", 6, 6, 6, 2, prompts=5, deferred=(earlier,))
     further = further_rollout(training, settings, alone, cursor=12, missing=1, more=2, number=1)
     asked = engines.commands[-1]
     assert (asked["wanted"], asked["carried"], further.drawn) == (None, None, 2)
-    assert further.origin["waiting"] == [[earlier.row, earlier.since]]
+    assert further.origin["waiting"] == [[earlier.row, earlier.since, earlier.begun]]
 
 
 def test_what_ends_the_engines_ends_the_rollout(prepared: Callable[..., tuple[Training, Engines]]) -> None:
