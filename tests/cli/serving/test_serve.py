@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from penstock.base.errors import UserError
+from penstock.cli.main import app
 from penstock.cli.serving.serve import model_folder, serve, server_command
 from tests.processes import words_of
 
@@ -75,6 +76,30 @@ def test_the_model_of_a_run_without_iterations_is_served(tmp_path: Path) -> None
         model_folder(tmp_path)
     assert write_model(tmp_path / "models" / "sft") == model_folder(tmp_path)
     assert write_model(tmp_path / "models" / "final") == model_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "options"),
+    [
+        ("sums-1", "sums-1", []),
+        ("newest", "sums-1", []),
+        ("sums-1/models/sft", "sft", []),
+        ("sums-1", "mine", ["--name", "mine"]),
+    ],
+)
+def test_a_served_run_is_called_as_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, name: str, options: list[str]
+) -> None:
+    """And not `final`, as the models of all runs are. Controls: a model folder, and `--name`."""
+    (tmp_path / "sums-1").mkdir()
+    (tmp_path / "sums-1" / "config.yaml").write_text("name: sums\n")
+    (tmp_path / "newest").symlink_to("sums-1")
+    write_model(tmp_path / "sums-1" / "models" / "sft")
+    served = []
+    monkeypatch.setattr("penstock.cli.serving.serve.serve", lambda *arguments: served.append(arguments))
+    app(["serve", str(tmp_path / given), *options], standalone_mode=False)
+    assert [arguments[0].name for arguments in served] == ["sft"]
+    assert [arguments[-1] for arguments in served] == [name]
 
 
 def test_settings_follow_the_machine(tmp_path: Path) -> None:
