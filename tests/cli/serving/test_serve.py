@@ -21,13 +21,14 @@ from tests.processes import words_of
 
 ROOT = Path(__file__).resolve().parents[3]
 STAND_IN = """
-import signal, subprocess, sys
+import signal, subprocess, sys, tempfile
 from http.server import BaseHTTPRequestHandler, HTTPServer
 class Healthy(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
     def log_message(self, *_): pass
 port = int(sys.argv[sys.argv.index("--port") + 1])
+tempfile.mkstemp(prefix="left-")  # as vLLM's sockets
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # an engine that SIGTERM does not reach
 HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
 """
@@ -141,7 +142,8 @@ def stood_in(folder: Path, server: str) -> tuple[list[str], dict[str, str]]:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGKILL, -9)])
 def test_the_server_ends_with_its_command(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    """Ctrl-C and SIGTERM end it and what it started; a killed command takes the server along.
+    """Ctrl-C and SIGTERM end it and what it started, and of its temporary files nothing stays but its log; a killed
+    command takes the server along.
 
     A stand-in is served, since only its processes matter here; vLLM's own server ends its engine by itself.
     """
@@ -169,6 +171,10 @@ def test_the_server_ends_with_its_command(tmp_path: Path, number: signal.Signals
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     assert not left
+    files = [path.name for path in tmp_path.rglob("*") if path.name.startswith(("left-", "penstock-serve-"))]
+    logs = [name for name in files if name.endswith(".log")]
+    assert len(logs) == 1
+    assert (files == logs) == (number != signal.SIGKILL)  # which lets nobody clean up: that what is looked for is there
 
 
 def test_a_server_that_nothing_can_watch_is_ended(tmp_path: Path) -> None:
