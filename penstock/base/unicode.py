@@ -1,4 +1,4 @@
-"""Text from outside that can be written: half a surrogate pair is no character, and no file, tokenizer or pipe takes it.
+"""Text from outside that can be written: half a surrogate pair is no character, and no file or tokenizer takes it.
 
 Python makes such halves of bytes that are not UTF-8 (names of files, `errors="surrogateescape"`), and of JSON that was
 cut in the middle of an emoji's two escapes.

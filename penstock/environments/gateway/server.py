@@ -44,7 +44,7 @@ SERVED: dict[str, type[Request]] = {
     "/inference/v1/generate": GenerateRequest,
 }
 MODELS = "/v1/models"
-METHODS = {path: ("POST",) for path in SERVED} | {MODELS: ("GET", "HEAD")}
+METHODS: dict[str, tuple[str, ...]] = {**dict.fromkeys(SERVED, ("POST",)), MODELS: ("GET", "HEAD")}
 LOOPBACK = "127.0.0.1"
 GONE = "there is no such episode, or it is over"
 

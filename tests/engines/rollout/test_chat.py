@@ -97,7 +97,9 @@ def test_calls_are_found_in_a_turns_tokens(
 def test_a_call_that_python_cannot_read_is_the_policys_mistake(tokenizer: Any, written: str) -> None:
     """As one that is no JSON, which the tool's caller is told; the engine goes on. Control: JSON of the same parser."""
     markup = ChatMarkup(tokenizer, {}, "kimi_k2")
-    around = "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    around = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    )
     markup._tokenizer = SimpleNamespace(decode=lambda text, **_: text)  # what the policy wrote, without its tokens
     assert markup.tool_calls(around.format(written)) == [ToolCall("add", None)]  # type: ignore[arg-type]
     assert markup.tool_calls(around.format('{"a": 1}')) == [ToolCall("add", {"a": 1})]  # type: ignore[arg-type]
