@@ -111,8 +111,8 @@ def open_run(training: Training, recording: Recording, name: str, tracker: Track
     saved = read_manifest(run) if run.manifest.is_file() else Manifest(Progress())
     opened = {item.tracker for item in session.tracked}
     later = tuple(item for item in saved.tracked if item.tracker in {*recording.trackers} - opened)
-    ours = {"kind": session.kind, "prefect_flow_run_id": session.prefect_flow_run_id}
-    write_manifest(run, dataclasses.replace(saved, tracked=session.tracked + later, **ours))
+    here = dataclasses.replace(saved, kind=session.kind, prefect_flow_run_id=session.prefect_flow_run_id)
+    write_manifest(run, dataclasses.replace(here, tracked=session.tracked + later))
     _configure(training, recording.config, tracker)
 
 
