@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
+from pydantic_core import PydanticSerializationError
 
 from penstock import __version__
 from penstock.cli.commands import bench, chains, machine, models, runs, sweeps, training
@@ -83,13 +84,21 @@ def main() -> None:
     except Exception as error:
         if hasattr(error, "format_message"):
             _fail(error.format_message())  # click's own usage errors; empty where the help is the answer
-        if (failure := told(error, sys.argv[1:])) is None:
+        if _is_interruption(error):
+            code = 130
+        elif (failure := told(error, sys.argv[1:])) is None:
             raise
-        _fail(*failure)
+        else:
+            _fail(*failure)
     if code:
         if code == 130:
             errors.print("stopped")
         raise SystemExit(code)
+
+
+def _is_interruption(error: Exception) -> bool:
+    """Whether Ctrl-C came while pydantic wrote settings as text, which makes an error of its own of it."""
+    return isinstance(error, PydanticSerializationError) and KeyboardInterrupt.__name__ in str(error)
 
 
 def _fail(message: str, code: int = MISTAKE) -> NoReturn:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from penstock.base.unicode import writable
 from penstock.configs.sections.rollout import EnvironmentConfig
 from penstock.environments.agent import AgentEpisode
 from penstock.environments.environment import REFUSED, TOOL_CALLS, TOOL_ERRORS, Step, ToolCall
@@ -273,7 +274,8 @@ def _of_step(call: Call, step: object, agents: tuple[str, ...]) -> Reply:
     if not step.done and not call.last and not (step.observation or step.messages or step.asks):
         raise ValueError("step returned neither an observation nor done=True")
     observation, done = _text(step.observation), bool(step.done)
-    return Reply(observation, done, reward, parts, messages=step.messages, asks=step.asks, cut=step.cut)
+    messages = [{key: writable(text) for key, text in message.items()} for message in step.messages]
+    return Reply(observation, done, reward, parts, messages=messages, asks=step.asks, cut=step.cut)
 
 
 def _of_move(call: Call, step: Step, agents: tuple[str, ...]) -> Reply:
@@ -292,7 +294,7 @@ def _turn(episode: Played, call: Call) -> object:
 def _text(observation: object) -> str | None:
     if observation is not None and not isinstance(observation, str):
         raise TypeError(f"the observation is a {type(observation).__name__}, not text")
-    return observation or None
+    return writable(observation) if observation else None
 
 
 async def _value(value: object) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect import flow
 
 from penstock.configs.loading import fields as form
-from penstock.configs.loading.form import config_from_form
+from penstock.configs.loading.parameters import fields_of_steps, with_form
 from penstock.configs.schema import TrainConfig
 from penstock.engines.commands.finetuning import SftEnd
 from penstock.flows.parts.recovery import despite_losses
@@ -30,17 +30,9 @@ from penstock.tasks.start import load_pairs, starting_model
 
 @flow(name="sft", flow_run_name=run_name)
 @ends_in_words
+@with_form(TrainConfig, fields_of_steps("data.sft", "sft"))
 def sft(
-    config: form.Advanced[TrainConfig] = None,
-    recipe: form.RecipeFile = None,
-    name: form.Name = None,
-    model: form.Model = None,
-    data: form.Data = None,
-    steps: form.Steps = None,
-    batch: form.Batch = None,
-    learning_rate: form.LearningRate = None,
-    seed: form.Seed = None,
-    overrides: form.Overrides = None,
+    config: TrainConfig,
     run_folder: form.RunFolder = None,
     resume: form.ResumedRun = None,
     changes: form.Changes = None,
@@ -49,16 +41,6 @@ def sft(
 
     A new run is of a recipe and what is given beside it, or of a whole `config`, as the command line gives it.
     """
-    fields = {
-        "name": name,
-        "model.path": model,
-        "data.sft": data,
-        "sft.steps": steps,
-        "sft.batch": batch,
-        "sft.optimizer.learning_rate": learning_rate,
-        "seed": seed,
-    }
-    config = config_from_form(TrainConfig, recipe, fields, overrides, config, resume)
     going_on = resume_of(config, run_folder, resume, changes=changes)
     if done := left_as_it_is(SFT, going_on):
         return str(done.model("sft"))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from prefect import flow
 
 from penstock.configs.loading import fields as form
-from penstock.configs.loading.form import config_from_form
+from penstock.configs.loading.parameters import with_form
 from penstock.configs.schema import TrainConfig
 from penstock.flows.iteration import iteration
 from penstock.flows.parts.recovery import despite_losses
@@ -35,21 +35,23 @@ from penstock.tasks.iteration.evaluate import evaluate
 from penstock.tasks.iteration.record import record, recording
 from penstock.tasks.start import build_engines, load_prompts, starting_model
 
+FIELDS = {
+    "name": "name",
+    "model": "model.path",
+    "data": "data.train",
+    "iterations": "iterations",
+    "learning_rate": "actor.optimizer.learning_rate",
+    "prompts": "rollout.prompts",
+    "samples": "rollout.samples",
+    "seed": "seed",
+}
+
 
 @flow(name="train", flow_run_name=run_name)
 @ends_in_words
+@with_form(TrainConfig, FIELDS)
 def train(
-    config: form.Advanced[TrainConfig] = None,
-    recipe: form.RecipeFile = None,
-    name: form.Name = None,
-    model: form.Model = None,
-    data: form.Data = None,
-    iterations: form.Iterations = None,
-    learning_rate: form.LearningRate = None,
-    prompts: form.Prompts = None,
-    samples: form.Samples = None,
-    seed: form.Seed = None,
-    overrides: form.Overrides = None,
+    config: TrainConfig,
     run_folder: form.RunFolder = None,
     resume: form.ResumedRun = None,
     from_checkpoint: form.Checkpoint = None,
@@ -59,17 +61,6 @@ def train(
 
     A new run is of a recipe and what is given beside it, or of a whole `config`, as the command line gives it.
     """
-    fields = {
-        "name": name,
-        "model.path": model,
-        "data.train": data,
-        "iterations": iterations,
-        "actor.optimizer.learning_rate": learning_rate,
-        "rollout.prompts": prompts,
-        "rollout.samples": samples,
-        "seed": seed,
-    }
-    config = config_from_form(TrainConfig, recipe, fields, overrides, config, resume)
     going_on = resume_of(config, run_folder, resume, from_checkpoint, changes)
     if done := left_as_it_is(TRAIN, going_on):
         return str(done.path)

@@ -21,6 +21,7 @@ from penstock.configs.preference import PairConfig
 from penstock.configs.schema import TrainConfig
 from penstock.session.events import take_up
 from penstock.session.flow_run import know_flow_run
+from penstock.session.flow_runs.taken_over import crash_earlier
 from penstock.session.session import Training
 from penstock.state.chain import is_chain
 from penstock.state.manifest import Manifest, Progress, Tracked, read_manifest, write_manifest
@@ -64,8 +65,11 @@ def open_record(training: Training, recording: Recording) -> Iterator[None]:
     """Keep the trackers' runs of any training open, those of an earlier attempt if they are there; end them always."""
     session, run = training.session(), training.run
     session.kind = recording.kind
+    saved = read_manifest(run) if run.manifest.is_file() else Manifest(Progress())
     know_flow_run(training, recording.config, recording.algorithm)
-    session.seconds_before = read_manifest(run).progress.seconds if run.manifest.is_file() else 0.0
+    if session.prefect_flow_run_id:
+        crash_earlier(saved.prefect_flow_run_id, session.prefect_flow_run_id)
+    session.seconds_before = saved.progress.seconds
     drop_partial(run)
     with interrupts_deferred():
         made = [make_tracker(name, run.path.parent) for name in recording.trackers]  # which import what they need
@@ -107,7 +111,8 @@ def open_run(training: Training, recording: Recording, name: str, tracker: Track
     saved = read_manifest(run) if run.manifest.is_file() else Manifest(Progress())
     opened = {item.tracker for item in session.tracked}
     later = tuple(item for item in saved.tracked if item.tracker in {*recording.trackers} - opened)
-    write_manifest(run, dataclasses.replace(saved, tracked=session.tracked + later, kind=session.kind))
+    here = dataclasses.replace(saved, kind=session.kind, prefect_flow_run_id=session.prefect_flow_run_id)
+    write_manifest(run, dataclasses.replace(here, tracked=session.tracked + later))
     _configure(training, recording.config, tracker)
 
 

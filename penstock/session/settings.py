@@ -125,7 +125,8 @@ def live_keys(config: TrainConfig) -> tuple[str, ...]:
 
 def page_of_overrides(run: RunFolder, config: TrainConfig) -> str:
     """Return what the page of the training in Prefect says of its live overrides, in Markdown."""
-    keys = "\n".join(f"- `{key}`" for key in live_keys(config))
+    tree = config.model_dump(mode="json")
+    keys = "\n".join(f"- `{key}`" for key in live_keys(config) if _place_of(key, tree) is not None)
     return (
         f"The Variable `{variable_name(run)}` changes this training from its next iteration on: an object such as "
         f'`{{"rollout.temperature": 0.9}}`, of keys that this training has:\n\n{keys}\n'
@@ -143,16 +144,25 @@ def apply_overrides(config: TrainConfig, overrides: dict[str, Any]) -> TrainConf
     tree, live = config.model_dump(mode="json"), live_keys(config)
     for key, value in overrides.items():
         if key not in live:
-            raise UserError(f"'{key}' cannot change during this run", f"keys that can: {', '.join(live)}")
-        section, *rest = key.split(".")
-        place = tree[section]
-        for name in rest[:-1]:
-            place = place[name] if place is not None else None
-        if place is None or (key == ADAPTIVE_KEY and place["target"] is not None):
+            can = [name for name in live if _place_of(name, tree) is not None]
+            raise UserError(f"'{key}' cannot change during this run", f"keys that can: {', '.join(can)}")
+        place = _place_of(key, tree)
+        if place is None:
             raise UserError(f"'{key}' has no effect in this run", "remove it")
         if value is not None:
-            place[rest[-1]] = value
+            place[key.rpartition(".")[2]] = value
     return config_from_mapping(tree, "live overrides")
+
+
+def _place_of(key: str, tree: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the section of a configuration's tree in which a live key is; None: the key has no effect in the run."""
+    place: Any = tree
+    for name in key.split(".")[:-1]:
+        place = place[name] if place is not None else None
+    if place is None or (key == ADAPTIVE_KEY and place["target"] is not None):
+        return None
+    found: dict[str, Any] = place
+    return found
 
 
 def live_figures(training: Training, progress: Progress) -> dict[str, float]:

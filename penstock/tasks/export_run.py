@@ -32,6 +32,7 @@ from penstock.reports.model_card import ModelFacts, figures_until, model_card
 from penstock.session.registry.registering import deliver_version, new_version, with_registry
 from penstock.session.session import read_config
 from penstock.state.manifest import ANEW, Manifest, Tracked, read_manifest, verify_checkpoint
+from penstock.state.mending import checkpoint_named
 from penstock.state.run_folder import RunFolder, locked, open_run_folder, read_metrics
 from penstock.tasks.finetuning.checkpoints import copy_tokenizer
 from penstock.trackers.registry import Version
@@ -172,18 +173,6 @@ def model_of_checkpoint(run: RunFolder, checkpoint: str, folder: Path) -> Iterat
         shutil.rmtree(folder)
 
 
-def named_checkpoint(run: RunFolder, name: str) -> Path:
-    """Return the folder of a checkpoint.
-
-    Raises:
-        UserError: there is none of that name; says which there are.
-    """
-    there = [path.name for path in sorted(run.checkpoints.glob("[0-9]*"))]
-    if name not in there:
-        raise UserError(f"{run.path} has no checkpoint {name}", f"there are: {', '.join(there) or 'none'}")
-    return run.checkpoints / name
-
-
 def _source(run: RunFolder, manifest: Manifest, checkpoint: str | None) -> tuple[Manifest, Path]:
     """Return the folder that the weights are in, and the run's manifest with the progress of those weights."""
     if not run.prompts("train").is_file() and any(run.model("final").parent.glob("*/config.json")):
@@ -198,7 +187,7 @@ def _source(run: RunFolder, manifest: Manifest, checkpoint: str | None) -> tuple
             f"{run.path} has no checkpoint yet, so there are no trained weights",
             f"train on with 'penstock train --resume {run.path}'; checkpoint.every says how often one is written",
         )
-    folder = named_checkpoint(run, checkpoint or manifest.checkpoint)
+    folder = run.checkpoints / checkpoint_named(run, checkpoint or manifest.checkpoint)
     remedy = f"'penstock train --resume {run.path}' sets it aside and goes on from the one before"
     saved = verify_checkpoint(folder, remedy)
     return replace(manifest, progress=saved.progress), folder

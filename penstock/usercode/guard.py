@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import SupportsFloat
 
 from penstock.base.bounds import LARGEST_REWARD
+from penstock.base.unicode import writable
 
 _LONGEST_REASON = 300
 
@@ -80,7 +81,7 @@ def reason_of(error: BaseException, ours: str) -> str:
     theirs = frames[last + 1 :]
     where = f" ({Path(theirs[0].filename).name}:{theirs[0].lineno})" if theirs else ""
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text[:_LONGEST_REASON] + where
+    return writable(text[:_LONGEST_REASON] + where)
 
 
 def finite_number(value: object, what: str) -> float:
@@ -118,7 +119,7 @@ def reward_and_parts(value: object) -> tuple[float, dict[str, float]]:
         return finite_number(value, "the reward"), {}
     if not value:
         raise ValueError("returned a dict without parts")
-    parts = {str(name): finite_number(part, f"part '{name}'") for name, part in value.items()}
+    parts = {writable(str(name)): finite_number(part, f"part '{name}'") for name, part in value.items()}
     return parts["reward"] if "reward" in parts else math.fsum(parts.values()), parts
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import typer
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from pydantic_core import PydanticSerializationError
 
 from penstock.checks import memory, model
 from penstock.cli import main as cli
@@ -427,14 +428,20 @@ def test_a_complete_run_is_extended(here: Path, penstock: Callable[..., str], re
     assert "no checkpoint to go on from" in refusal("train", "--resume", "run", "iterations=8")
 
 
-@pytest.mark.parametrize("interruption", [KeyboardInterrupt, typer.Abort])
+WRAPPED = PydanticSerializationError("Error calling function `_ser_model`: KeyboardInterrupt: ")
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, typer.Abort, WRAPPED], ids=["plain", "typer", "pydantic"])
 def test_ctrl_c_outside_of_a_flow_ends_with_its_code(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     penstock: Callable[..., str],
-    interruption: type[BaseException],
+    interruption: type[BaseException] | BaseException,
 ) -> None:
-    """While Prefect's server starts, say: 130 and a word, whatever Typer makes of it. Control: what ends well is 0."""
+    """While Prefect's server starts, say: 130 and a word, whatever libraries make of it. Control: what ends well is 0.
+
+    Pydantic makes an error of its own of one that comes while it writes settings; another such error is a defect.
+    """
     penstock("train", "recipe.yaml", "--dry-run")
 
     def interrupted(*_: object, **__: object) -> None:
@@ -446,6 +453,10 @@ def test_ctrl_c_outside_of_a_flow_ends_with_its_code(
         cli.main()
     assert ended.value.code == 130
     assert "stopped" in capsys.readouterr().err
+    other = PydanticSerializationError("Error calling function `_ser_model`: ValueError: ")
+    monkeypatch.setattr(training, "_run_flow", lambda *_, **__: (_ for _ in ()).throw(other))
+    with pytest.raises(PydanticSerializationError):
+        cli.main()
 
 
 def test_a_lost_rank_ends_the_command_in_a_message(

@@ -51,6 +51,10 @@ class Misbehaves:
             return Step(done=True, reward=float("nan"))
         if text == "bytes":
             return Step(b"observation")  # type: ignore[arg-type]
+        if text == "half a pair":
+            return Step("\ud83d", reward={"smil\ud83d": 1.0})
+        if text == "raise half a pair":
+            raise LookupError("no file caf\udce9")
         if text == "parts":
             return Step(done=True, reward={"right": 1.0, "polite": 0.5})
         return Step(f"{self.key} {self.turns} {text} {self.factor * self.seed}", reward=0.5)

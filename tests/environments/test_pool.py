@@ -70,6 +70,19 @@ def test_reset_may_say_something(pool: EnvironmentPool) -> None:
     assert begin(pool, "hello", key="greets you") == {"hello": Reply("greets you")}
 
 
+def test_halves_of_surrogate_pairs_become_question_marks(pool: EnvironmentPool) -> None:
+    """In what the policy reads, in names of parts and in reasons: no tokenizer takes them, and no file.
+
+    Control: text beyond ASCII, a whole pair included, stays.
+    """
+    begin(pool, "told", "failed", "whole")
+    asked = {"told": "half a pair", "failed": "raise half a pair", "whole": "é \N{GRINNING FACE}"}
+    replies = ask(pool, *(Call(name, text=text) for name, text in asked.items()))
+    assert (replies["told"].observation, replies["told"].parts) == ("?", {"smil?": 1.0})
+    assert str(replies["failed"].failure).startswith("LookupError: no file caf? (environment_examples.py:")
+    assert replies["whole"].observation == "k 1 é \N{GRINNING FACE} 20"
+
+
 FAILURES = {
     "raise": "LookupError: no such tool (environment_examples.py:",
     "sleep": "timed out after 0.3 s",

@@ -162,7 +162,7 @@ def test_an_export_of_a_checkpoint_has_its_figures(
     Rounding may differ there; greedy responses do not depend on the iteration. Control: the final model's differ.
     """
     monkeypatch.chdir(ROOT)
-    with pytest.raises(UserError, match="there are: 000002, 000003"):
+    with pytest.raises(UserError, match="there are 000002, 000003"):
         export(str(trained.path), checkpoint="000001", to=str(tmp_path / "model"))
     folder = export(str(trained.path), checkpoint="000002", to=str(tmp_path / "model"))
     greedy = "evaluate={temperature: 0.0, samples: 1, evaluators: [rewards, length]}"

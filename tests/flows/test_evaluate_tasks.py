@@ -103,12 +103,16 @@ def test_tasks_are_in_the_same_table_with_paired_differences(here: Path) -> None
 
 
 def test_results_of_the_harness_are_read_as_it_writes_them(tmp_path: Path) -> None:
-    """The newest results count; another filter than the usual one is named; what is no number is left out."""
+    """The newest results count; another filter than the usual one is named; what is no number is left out.
+
+    A document is a line, whatever characters that end lines elsewhere are in it.
+    """
     old = {"results": {"sums": {"acc,none": 0.0}}}
     new = {"results": {"sums": {"alias": "sums", "acc,none": 0.5, "acc_stderr,none": 0.1, "em,strict": 1.0}}}
     for name, content in (("2026-01-01", old), ("2026-01-02", new)):
         (tmp_path / f"results_{name}.json").write_text(json.dumps(content), encoding="utf-8")
     assert list(figures_in(tmp_path)) == [("sums/acc", 0.5, 0.1), ("sums/em (strict)", 1.0, None)]
-    sample = {"doc_id": 3, "metrics": ["acc", "f1"], "filter": "none", "acc": 1.0, "f1": [1, 2]}
-    (tmp_path / "samples_sums_2026-01-02T00-00-00.5.jsonl").write_text(json.dumps(sample) + "\n", encoding="utf-8")
+    sample = {"doc_id": 3, "metrics": ["acc", "f1"], "filter": "none", "acc": 1.0, "f1": [1, 2], "doc": "a\u2028b\x85"}
+    line = json.dumps(sample, ensure_ascii=False) + "\n"
+    (tmp_path / "samples_sums_2026-01-02T00-00-00.5.jsonl").write_text(line, encoding="utf-8")
     assert list(values_in(tmp_path)) == [("sums/acc", "sums-000003", 1.0)]

@@ -22,6 +22,7 @@ from penstock.session.settings import (
     live_keys,
     live_overrides,
     next_settings,
+    page_of_overrides,
     settings_at,
     smaller_micro_batches,
     variable_name,
@@ -92,6 +93,27 @@ def test_an_override_may_be_a_schedule_with_the_text_keys_of_json() -> None:
     """A Prefect Variable is JSON, where keys are text."""
     changed = apply_overrides(config(), {"rollout.temperature": {"0": 1.0, "5": 0.5}})
     assert [settings_at(changed, number, Progress()).temperature for number in (4, 5)] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("sections", "lacking"),
+    [
+        ({}, {"critic.optimizer.learning_rate", "critic.micro_batch_tokens", "algorithm.kl.coefficient"}),
+        ({"algorithm": {"name": "ppo", **KL}, "critic": {}}, {"algorithm.kl.coefficient"}),
+        ({"algorithm": {"name": "ppo", "kl": {"coefficient": 0.05}}, "critic": {}}, set()),
+    ],
+    ids=["no critic", "adaptive", "all"],
+)
+def test_only_keys_of_sections_that_a_run_has_are_offered(
+    tmp_path: Path, sections: dict[str, Any], lacking: set[str]
+) -> None:
+    """On its page in Prefect, and where another is refused. Control: a run that has them all."""
+    recipe = config(**sections)
+    offered = set(re.findall("^- `(.*)`$", page_of_overrides(RunFolder(tmp_path), recipe), re.MULTILINE))
+    assert offered == set(live_keys(recipe)) - lacking
+    with pytest.raises(UserError, match="cannot change during this run") as refused:
+        apply_overrides(recipe, {"seed": 1})
+    assert set(refused.value.remedy.removeprefix("keys that can: ").split(", ")) == offered
 
 
 def test_null_takes_an_override_back() -> None:

@@ -116,9 +116,13 @@ def _with_adapters(run: RunFolder, base: Path) -> nn.Module:
 
 
 def test_a_checkpoint_of_adapters_is_exported_merged_with_the_adapter_beside_it(run: RunFolder, tmp_path: Path) -> None:
-    """The folder is a whole model, and not the one that the run started from."""
+    """The folder is a whole model, and not the one that the run started from. Named without its zeros, as for a resume;
+    one that there is not is answered with those there are.
+    """
     lm = _with_adapters(run, tmp_path / "base")
-    exported = export_run(run, tmp_path / "out", None)
+    with pytest.raises(UserError, match="has no checkpoint 2\n  there are 000001"):
+        export_run(run, tmp_path / "out", None, "2")
+    exported = export_run(run, tmp_path / "out", None, "1")
     found = AutoModelForCausalLM.from_pretrained(exported.folder, dtype=torch.float32).state_dict()
     wanted = merged_state(lm)
     assert found.keys() == wanted.keys()

@@ -85,7 +85,9 @@ def serve(
     gpu_memory: Annotated[
         float | None, typer.Option(min=0.05, max=0.98, help="share of the GPU's memory for vLLM; default 0.8")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="name that requests give the model; default: its folder's")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="name that requests give the model; default: its folder's or run's")
+    ] = None,
     folder: RunsOption = Path("runs"),
 ) -> None:
     """Serve a language model or a reward model with vLLM's server until Ctrl-C (OpenAI's API, loopback only)."""
@@ -101,7 +103,7 @@ def serve(
         port,
         gpu_memory,
         lambda text: console.print(text, highlight=False, markup=False, soft_wrap=True),
-        name or (version.name if version is not None else str(model) if there else None),
+        name or (version.name if version is not None else str(model) if there else model.resolve().name),
     )
 
 

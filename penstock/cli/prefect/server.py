@@ -3,12 +3,10 @@
 Signals often go to all processes of a group: a terminal sends Ctrl-C like that, `timeout` its SIGTERM. A server that
 ends with the flow leaves the flow nobody to tell that it was cancelled: it asks again for minutes, and fails with a
 connection error. So the server has a session of its own. A command that is killed with SIGKILL runs nothing more, so a
-shell beside it waits for that and ends the server; another shell takes the place of one that is killed. A server that
-ends before its command, killed by whatever it is, is started again with the same settings: the port is this process's
-own meanwhile, so nobody is refused, and who asks waits for seconds. Every user of the machine reaches its port, so it
-asks for a password that this process and the server alone know.
-
-Left out: a command killed in the seconds in which its server starts.
+shell beside it, which is there as soon as the server's process is, waits for that and ends the server; another shell
+takes the place of one that is killed. A server that ends before its command, killed by whatever it is, is started again
+with the same settings: the port is this process's own meanwhile, so nobody is refused, and who asks waits for seconds.
+Every user of the machine reaches its port, so it asks for a password that this process and the server alone know.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ START_SERVER = "start one with 'penstock server', or set PREFECT_API_URL to your
 RESTARTS = 5  # of a server that ends; one that cannot live is not started for ever
 _log = logging.getLogger(__name__)
 SHELL_LOOK_S = 0.5
-_watching: list[threading.Thread] = []  # one for each server that this process has started
+_Usual = subprocess.Popen[Any]
 
 
 def check_server(default: str | None = None) -> None:
@@ -112,8 +110,7 @@ def start_server() -> None:
             _sessions_of_their_own(),
             get_client(sync_client=True) as client,
         ):
-            if client.server_type == ServerType.EPHEMERAL and not _watching:
-                _watch(_server().pid)
+            if client.server_type == ServerType.EPHEMERAL:
                 _keep_alive()
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -132,11 +129,15 @@ def _make_home() -> None:
         ) from error
 
 
-class _Apart(subprocess.Popen[Any]):
+class _Apart(_Usual):
+    """A process with a session of its own that ends when this process is gone, however it got away."""
+
     def __init__(self, args: Any, **options: Any) -> None:
         self.command: list[str] = args
         self.options = options | {"start_new_session": True}
         super().__init__(args, **self.options)
+        shell = end_with_this_process(self.pid)
+        threading.Thread(target=_keep_shell, args=(self.pid, shell), name="prefect-server-shell", daemon=True).start()
 
 
 @contextmanager
@@ -158,6 +159,7 @@ def _server() -> _Apart:
     return process
 
 
+@functools.cache
 def _keep_alive() -> None:
     """Start the server again whenever it ends before this process does."""
     leaving = threading.Event()
@@ -183,18 +185,10 @@ def _start_again(leaving: threading.Event) -> None:
             command = [*first.command, "--fd", str(listener.fileno())]
             _server().wait()
             server.server_process = _Apart(command, **first.options | {"pass_fds": (listener.fileno(),)})
-            _watch(_server().pid)
 
 
-def _watch(server: int) -> None:
-    """Have a server end when this process is gone, however it got away."""
-    _watching.append(threading.Thread(target=_keep_shell, args=(server,), name="prefect-server-shell", daemon=True))
-    _watching[-1].start()
-
-
-def _keep_shell(server: int) -> None:
+def _keep_shell(server: int, shell: subprocess.Popen[bytes]) -> None:
     """Keep a shell beside a server as long as that lives: its number may be another process's afterwards."""
-    shell = end_with_this_process(server)
     while _lives(server):
         try:
             shell.wait(SHELL_LOOK_S)
@@ -215,7 +209,7 @@ def _lives(child: int) -> bool:
 
 def end_with_this_process(pid: int) -> subprocess.Popen[bytes]:
     """Start a shell that sends SIGTERM to `pid` when this process is gone: the kernel then closes the shell's input."""
-    return subprocess.Popen(
+    return _Usual(
         ["sh", "-c", 'read -r _; kill "$1"', "sh", str(pid)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,

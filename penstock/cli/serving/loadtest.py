@@ -141,15 +141,19 @@ def read_prompts(path: Path) -> list[str]:
     """
     if not path.is_file():
         raise UserError(f"{path} does not exist", "check the path of --prompts, or give a number of tokens")
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    # Bytes, because lines of a text would also end at characters that may stand inside a prompt.
+    lines = {number: line for number, line in enumerate(path.read_bytes().splitlines(), start=1) if line.strip()}
     if not lines:
         raise UserError(f"{path} holds no prompts", "write one a line")
-    if path.suffix != ".jsonl":
-        return lines
-    return [_prompt_of(line, number, path) for number, line in enumerate(lines, start=1)]
+    if path.suffix == ".jsonl":
+        return [_prompt_of(line, number, path) for number, line in lines.items()]
+    try:
+        return [line.decode() for line in lines.values()]
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not a text in UTF-8", "write it anew in UTF-8") from None
 
 
-def _prompt_of(line: str, number: int, path: Path) -> str:
+def _prompt_of(line: bytes, number: int, path: Path) -> str:
     try:
         prompt = json.loads(line)["prompt"]
     except (ValueError, KeyError, TypeError, RecursionError):

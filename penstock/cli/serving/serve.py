@@ -115,8 +115,10 @@ def serve(
         raise UserError(f"something answers on {url} already", "name another port with --port")
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job inherits an ignored SIGINT
         signal.signal(number, _interrupt)
-    environment = QUIET | ({} if gpus else _CPU) | dict(os.environ) | interface.variables()
     with contextlib.ExitStack() as ends:
+        # vLLM leaves its sockets behind where it keeps temporary files.
+        scratch = ends.enter_context(tempfile.TemporaryDirectory(prefix="penstock-serve-", ignore_cleanup_errors=True))
+        environment = QUIET | ({} if gpus else _CPU) | dict(os.environ) | interface.variables() | {"TMPDIR": scratch}
         with (
             interrupts_deferred(),
             tempfile.NamedTemporaryFile(prefix=f"penstock-serve-{port}-", suffix=".log", delete=False) as output,

@@ -3,8 +3,7 @@
 A field stands for one key of the configuration and stays empty where the recipe shall decide. Its limits are the
 key's, so that a server refuses a wrong value before there is a run.
 
-Left out: which key a field stands for (the flows), what is made of them (penstock/configs/loading/form.py), the page
-(penstock/configs/loading/blank.py).
+Left out: which key a field stands for (parameters.py), what is made of them (form.py), the page (blank.py).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ No order decides among the three: where two of them give a key different values 
 mean both. A run that goes on has its own configuration, so beside it all of them are refused, but for the recipe, which
 a deployment always gives.
 
-Left out: what the fields are (penstock/configs/loading/fields.py), which of them a flow has (penstock/flows/).
+Left out: what the fields are (penstock/configs/loading/fields.py), which of them a flow has (parameters.py beside it).
 """
 
 from __future__ import annotations

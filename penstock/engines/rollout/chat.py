@@ -127,7 +127,13 @@ def _parser_of(name: str, tokenizer: Any) -> Any:
 
     logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)  # a traceback for each call that is no JSON
     try:
-        return ToolParserManager.get_tool_parser(name)(tokenizer)
+        parser = ToolParserManager.get_tool_parser(name)(tokenizer)
+        parser.extract_tool_calls("", _request())
+    except NotImplementedError:  # its server has another way for them
+        raise UserError(
+            f"'environment.tool_parser' is '{name}', of which vLLM has the name alone: it finds no calls in a text",
+            "name another parser, or use a model whose calls one finds",
+        ) from None
     except KeyError:
         known = ", ".join(sorted(ToolParserManager.list_registered()))
         raise UserError(f"'environment.tool_parser' is '{name}', which vLLM does not have", f"it has {known}") from None
@@ -136,6 +142,7 @@ def _parser_of(name: str, tokenizer: Any) -> Any:
             f"'environment.tool_parser' is '{name}', which does not go with the model's tokenizer: {error}",
             "name the parser of the model's family",
         ) from error
+    return parser
 
 
 def _request() -> Any:
@@ -148,6 +155,6 @@ def _request() -> Any:
 def _object(arguments: str) -> dict[str, Any] | None:
     try:
         value = json.loads(arguments)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, numbers of thousands of digits, or endlessly nested
         return None
     return value if isinstance(value, dict) else None

@@ -33,18 +33,21 @@ class Answer:
     Attributes:
         last: whether the connection ends with it.
         bare: whether its body is left out, as HEAD has it.
+        allowed: the methods that the path takes, said where another was asked with; empty: nothing is said of them.
     """
 
     connection: Connection
     last: bool
     bare: bool = False
+    allowed: tuple[str, ...] = ()
     data: bytes | None = None
 
     def give(self, status: int, body: bytes, kind: str = JSON) -> None:
         """Send it, once those before it have gone; whoever asked may have gone, too."""
-        close = "connection: close\r\n" if self.last else ""
+        more = f"allow: {', '.join(self.allowed)}\r\n" if self.allowed else ""
+        more += "connection: close\r\n" if self.last else ""
         head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: {kind}\r\n"
-        self.data = f"{head}content-length: {len(body)}\r\n{close}\r\n".encode() + (b"" if self.bare else body)
+        self.data = f"{head}content-length: {len(body)}\r\n{more}\r\n".encode() + (b"" if self.bare else body)
         self.connection.send()
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from penstock.environments.gateway.asks import Ask
 
 KEPT = ("role", "content", "tool_calls", "tool_call_id", "name")
+NAMES = ("role", "tool_call_id", "name")
 TEXT = "text"
 
 
@@ -104,6 +105,9 @@ def _may_follow(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message as the chat template gets it, the same for the same: no empty keys, contents as text."""
+    for name in NAMES:
+        if not isinstance(message.get(name), str | None):
+            raise Refused(f"a message's '{name}' is not text")
     kept = {name: message[name] for name in KEPT if message.get(name)}
     kept["content"] = _text_of(message.get("content"))
     if "tool_calls" in kept:
@@ -122,21 +126,32 @@ def _text_of(content: object) -> str:
 
 def _check_calls(calls: object) -> None:
     """Raises `Refused` for what cannot be read as calls."""
-    known = isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)
-    if not known or not all(isinstance(call.get("function"), Mapping) for call in calls):  # type: ignore[attr-defined]
+    if not isinstance(calls, list) or not all(map(_is_call, calls)):
         raise Refused("a message's tool calls are not as OpenAI has them")
+
+
+def _is_call(call: object) -> bool:
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return False
+    return isinstance(call.get("id"), str | None) and isinstance(call["function"].get("name"), str | None)
 
 
 def _call(call: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call with its arguments as an object, as templates want them."""
     function = call.get("function") or {}
     arguments = function.get("arguments") or "{}"
-    try:
-        read = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except json.JSONDecodeError:
-        read = arguments
-    own = {"name": function.get("name"), "arguments": read}
+    own = {"name": function.get("name"), "arguments": _read(arguments) if isinstance(arguments, str) else arguments}
     return {"id": call.get("id"), "type": "function", "function": own}
+
+
+def _read(arguments: str) -> Any:
+    """Return what arguments say, or these as they are where that is no JSON, or no text could be made of it again."""
+    try:
+        read = json.loads(arguments)
+        json.dumps(read, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return arguments
+    return read
 
 
 def _named(whole: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -44,6 +44,7 @@ SERVED: dict[str, type[Request]] = {
     "/inference/v1/generate": GenerateRequest,
 }
 MODELS = "/v1/models"
+METHODS: dict[str, tuple[str, ...]] = {**dict.fromkeys(SERVED, ("POST",)), MODELS: ("GET", "HEAD")}
 LOOPBACK = "127.0.0.1"
 GONE = "there is no such episode, or it is over"
 
@@ -231,14 +232,15 @@ class Gateway:
 
     def _route(self, method: str, path: str, answer: Answer) -> Reader:
         key, _, rest = path.removeprefix("/").partition("/")
-        session, kind = self.sessions.get(key), SERVED.get(f"/{rest}")
+        session, place = self.sessions.get(key), f"/{rest}"
         if session is None:
             return _Told(answer, 404, _error(404, GONE))
-        if kind is not None and method == "POST":
-            return _Read(session, kind, answer)
-        if f"/{rest}" == MODELS and method in ("GET", "HEAD"):
-            return _Told(answer, 200, _models)
-        return _Told(answer, 404, _error(404, f"{method} /{rest} is not served"))
+        if place not in METHODS:
+            return _Told(answer, 404, _error(404, f"{place} is not served, but {', '.join(METHODS)}"))
+        if method not in METHODS[place]:
+            answer.allowed = METHODS[place]
+            return _Told(answer, 405, _error(405, f"{place} takes {' and '.join(METHODS[place])}, not {method}"))
+        return _Told(answer, 200, _models) if place == MODELS else _Read(session, SERVED[place], answer)
 
 
 @dataclass(eq=False)

@@ -206,7 +206,7 @@ def values_in(folder: Path) -> Iterator[tuple[str, str, float]]:
     """Yield figure, document and value of each document of each task below a folder."""
     for path in sorted(folder.rglob("samples_*.jsonl")):
         task_name = path.stem.removeprefix("samples_").rpartition("_")[0]
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_bytes().splitlines():  # of text it would split at characters within a JSON string
             sample = json.loads(line)
             for metric in sample["metrics"]:
                 if isinstance(value := sample.get(metric), int | float):

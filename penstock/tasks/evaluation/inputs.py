@@ -31,9 +31,10 @@ from penstock.data.source import reading_once
 from penstock.session.session import read_config
 from penstock.state.digests import check_signed
 from penstock.state.manifest import read_manifest, verify_checkpoint
+from penstock.state.mending import checkpoint_named
 from penstock.state.run_folder import RunFolder, check_free, check_place, locked, read_metrics
 from penstock.tasks.evaluation.harness import check_tasks
-from penstock.tasks.export_run import model_of_checkpoint, named_checkpoint
+from penstock.tasks.export_run import model_of_checkpoint
 from penstock.trackers.table import check_trackers
 
 OF_RECIPES = ("train", "sft")  # kinds of runs whose configuration is a recipe for `train`
@@ -204,12 +205,12 @@ def subject_of(path: Path) -> Subject:
 
 def _checkpoint(run: RunFolder, name: str) -> Subject:
     """Return a checkpoint of a run that nobody trains: there, checkpoints come and go."""
-    folder = named_checkpoint(run, name)
+    folder = run.checkpoints / checkpoint_named(run, name)
     if run.lock.exists():
         with locked(run):
             pass
     saved = verify_checkpoint(folder, "name another one")
-    return Subject(f"{run.name}-{name}", Path(str(saved.model)), run, name, saved.progress.iteration)
+    return Subject(f"{run.name}-{folder.name}", Path(str(saved.model)), run, folder.name, saved.progress.iteration)
 
 
 def _distinct(subjects: Sequence[Subject]) -> tuple[Subject, ...]:

@@ -109,6 +109,15 @@ print(server())
 with get_client(sync_client=True) as client:
     print(*[run.state_name for run in client.read_flow_runs()])
 """
+# A process that a library starts where Prefect starts its server, and the command is still waiting for it.
+STARTING = """
+import subprocess, sys, time
+from penstock.cli.prefect import server
+with server._sessions_of_their_own():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    print(child.pid, flush=True)
+    time.sleep(600)
+"""
 PARENT = """
 import subprocess, sys, time
 from penstock.cli.prefect.server import end_with_this_process
@@ -135,10 +144,11 @@ def start(code: str, *arguments: str, **environment: str) -> tuple[subprocess.Po
     return parent, psutil.Process(int(parent.stdout.readline()))
 
 
+@pytest.mark.parametrize("code", [PARENT, STARTING], ids=["guarded", "starting"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_child_that_is_watched_ends_with_its_parent(number: signal.Signals) -> None:
-    """Also where the parent can run nothing any more. Control: the next test."""
-    parent, child = start(PARENT, "guarded")
+def test_a_child_that_is_watched_ends_with_its_parent(number: signal.Signals, code: str) -> None:
+    """Also where the parent can run nothing any more, and while a server still starts. Control: the next test."""
+    parent, child = start(code, "guarded")
     assert alive(child)
     parent.send_signal(number)
     parent.wait(10)

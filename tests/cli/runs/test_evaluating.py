@@ -166,7 +166,7 @@ def test_a_run_without_weights_and_one_in_training_are_refused(refusal: Callable
     with locked(run):
         assert "is being trained" in refusal("one/checkpoints/000004")
     assert "is incomplete" in refusal("one/checkpoints/000004")
-    assert "there are: 000004" in refusal("one/checkpoints/000005")
+    assert "there are 000004" in refusal("one/checkpoints/000005")
 
 
 def test_the_commands_of_the_page_are_right(

@@ -135,13 +135,23 @@ def test_prompts_of_a_file_are_asked_as_they_are(server: Server, url: str, tmp_p
 
 
 def test_prompts_of_a_file(tmp_path: Path) -> None:
-    """One a line, or the prompt of each JSON line; a line without one is named."""
+    """One a line, or the prompt of each JSON line; a line without one is named.
+
+    What ends a line elsewhere, but not in a file, is a part of its prompt.
+    """
     plain, lines = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     plain.write_text("1+1=\n\n2+2=\n")
     assert read_prompts(plain) == ["1+1=", "2+2="]
-    lines.write_text('{"prompt": "a"}\n{"question": "b"}\n')
-    with pytest.raises(UserError, match="line 2 of"):
+    odd = "one\u2028two\x85three\x0cfour"
+    plain.write_text(f"{odd}\n2+2=\r\n", encoding="utf-8")
+    lines.write_text(json.dumps({"prompt": odd}, ensure_ascii=False) + '\n{"prompt": "2+2="}\n', encoding="utf-8")
+    assert read_prompts(plain) == read_prompts(lines) == [odd, "2+2="]
+    lines.write_text('\n{"prompt": "a"}\n{"question": "b"}\n')
+    with pytest.raises(UserError, match="line 3 of"):
         read_prompts(lines)
+    plain.write_bytes(b"caf\xe9\n")
+    with pytest.raises(UserError, match="not a text in UTF-8"):
+        read_prompts(plain)
     with pytest.raises(UserError, match="does not exist"):
         read_prompts(tmp_path / "absent.txt")
 

@@ -15,18 +15,20 @@ import psutil
 import pytest
 
 from penstock.base.errors import UserError
+from penstock.cli.main import app
 from penstock.cli.serving.serve import model_folder, serve, server_command
 from tests.processes import words_of
 
 ROOT = Path(__file__).resolve().parents[3]
 STAND_IN = """
-import signal, subprocess, sys
+import signal, subprocess, sys, tempfile
 from http.server import BaseHTTPRequestHandler, HTTPServer
 class Healthy(BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
     def log_message(self, *_): pass
 port = int(sys.argv[sys.argv.index("--port") + 1])
+tempfile.mkstemp(prefix="left-")  # as vLLM's sockets
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])  # an engine that SIGTERM does not reach
 HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
 """
@@ -77,6 +79,30 @@ def test_the_model_of_a_run_without_iterations_is_served(tmp_path: Path) -> None
     assert write_model(tmp_path / "models" / "final") == model_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("given", "name", "options"),
+    [
+        ("sums-1", "sums-1", []),
+        ("newest", "sums-1", []),
+        ("sums-1/models/sft", "sft", []),
+        ("sums-1", "mine", ["--name", "mine"]),
+    ],
+)
+def test_a_served_run_is_called_as_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, name: str, options: list[str]
+) -> None:
+    """And not `final`, as the models of all runs are. Controls: a model folder, and `--name`."""
+    (tmp_path / "sums-1").mkdir()
+    (tmp_path / "sums-1" / "config.yaml").write_text("name: sums\n")
+    (tmp_path / "newest").symlink_to("sums-1")
+    write_model(tmp_path / "sums-1" / "models" / "sft")
+    served = []
+    monkeypatch.setattr("penstock.cli.serving.serve.serve", lambda *arguments: served.append(arguments))
+    app(["serve", str(tmp_path / given), *options], standalone_mode=False)
+    assert [arguments[0].name for arguments in served] == ["sft"]
+    assert [arguments[-1] for arguments in served] == [name]
+
+
 def test_settings_follow_the_machine(tmp_path: Path) -> None:
     """Weights keep their dtype on a GPU, of which a fifth stays free; a CPU computes in float32 without compiling."""
     folder = write_model(tmp_path / "tiny")
@@ -116,7 +142,8 @@ def stood_in(folder: Path, server: str) -> tuple[list[str], dict[str, str]]:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 0), (signal.SIGKILL, -9)])
 def test_the_server_ends_with_its_command(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    """Ctrl-C and SIGTERM end it and what it started; a killed command takes the server along.
+    """Ctrl-C and SIGTERM end it and what it started, and of its temporary files nothing stays but its log; a killed
+    command takes the server along.
 
     A stand-in is served, since only its processes matter here; vLLM's own server ends its engine by itself.
     """
@@ -144,6 +171,10 @@ def test_the_server_ends_with_its_command(tmp_path: Path, number: signal.Signals
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     assert not left
+    files = [path.name for path in tmp_path.rglob("*") if path.name.startswith(("left-", "penstock-serve-"))]
+    logs = [name for name in files if name.endswith(".log")]
+    assert len(logs) == 1
+    assert (files == logs) == (number != signal.SIGKILL)  # which lets nobody clean up: that what is looked for is there
 
 
 def test_a_server_that_nothing_can_watch_is_ended(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +91,20 @@ def test_calls_are_found_in_a_turns_tokens(
     assert markup.tool_calls(tokens_of(tokenizer, text)) == calls
 
 
+@pytest.mark.parametrize(
+    "written", ["[" * 100_000, '{"a": ' + "1" * 5_000 + "}"], ids=["endlessly nested", "5,000 digits"]
+)
+def test_a_call_that_python_cannot_read_is_the_policys_mistake(tokenizer: Any, written: str) -> None:
+    """As one that is no JSON, which the tool's caller is told; the engine goes on. Control: JSON of the same parser."""
+    markup = ChatMarkup(tokenizer, {}, "kimi_k2")
+    around = (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    )
+    markup._tokenizer = SimpleNamespace(decode=lambda text, **_: text)  # what the policy wrote, without its tokens
+    assert markup.tool_calls(around.format(written)) == [ToolCall("add", None)]  # type: ignore[arg-type]
+    assert markup.tool_calls(around.format('{"a": 1}')) == [ToolCall("add", {"a": 1})]  # type: ignore[arg-type]
+
+
 def test_the_template_gets_its_arguments(tokenizer: Any) -> None:
     """What begins the model's turn may depend on them."""
     asked = "{%- if add_generation_prompt -%}"
@@ -102,10 +117,13 @@ def test_the_template_gets_its_arguments(tokenizer: Any) -> None:
 
 
 def test_refusals(tokenizer: Any, tmp_path: Path) -> None:
-    """A parser that vLLM does not have; a template whose turns end with no token of their own."""
+    """A parser that vLLM does not have, or by name alone; a template whose turns end with no token of their own."""
     with pytest.raises(UserError, match="'environment.tool_parser' is 'hermess', which vLLM does not have") as caught:
         ChatMarkup(tokenizer, {}, "hermess")
     assert "hermes" in caught.value.remedy
+    for stub in ("cohere_command3", "openai"):
+        with pytest.raises(UserError, match=f"'{stub}', of which vLLM has the name alone"):
+            ChatMarkup(tokenizer, {}, stub)
     plain = load_tokenizer(tokenizer.name_or_path)
     plain.chat_template = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
     with pytest.raises(UserError, match="ends a turn with no control token"):

@@ -183,6 +183,29 @@ def test_a_head_has_no_body() -> None:
     spoken(play)
 
 
+@pytest.mark.parametrize(
+    ("asked", "status", "allowed"),
+    [
+        ("GET {}/chat/completions", "405 Method Not Allowed", "POST"),
+        ("POST {}/models", "405 Method Not Allowed", "GET, HEAD"),
+        ("POST {}/embeddings", "404 Not Found", None),
+        ("GET /another/v1/models", "404 Not Found", None),
+        ("GET {}/models", "200 OK", None),
+    ],
+)
+def test_a_wrong_method_is_told_which_ones_there_are(asked: str, status: str, allowed: str | None) -> None:
+    """With 405, as HTTP has it. Controls: a place that nobody has, which names those that are there; a right method."""
+
+    async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, _: Session) -> None:
+        writer.write(f"{asked.format(path)} HTTP/1.1\r\nHost: policy\r\n\r\n".encode())
+        answered, headers, body = await answer(reader)
+        assert (answered, headers.get("allow")) == (f"HTTP/1.1 {status}", allowed)
+        if "embeddings" in asked:
+            assert "/v1/chat/completions" in json.loads(body)["error"]["message"]
+
+    spoken(play)
+
+
 def test_a_client_that_does_not_read_is_not_read_either() -> None:
     """So that what is kept for it has an end. Control: all answers come once it reads."""
     asked = 60_000  # with answers of 12 MB, more than sockets hold

@@ -18,7 +18,7 @@ from vllm.outputs import WeightVersionSpan
 
 from penstock.configs.sections.rollout import EnvironmentConfig
 from penstock.environments.gateway.asks import Ask, SaidCall, Turn
-from penstock.environments.gateway.history import History
+from penstock.environments.gateway.history import History, Refused
 from penstock.environments.gateway.requests import GenerateRequest
 from penstock.environments.pool import EnvironmentPool
 from penstock.environments.worker import Call, Reply
@@ -161,6 +161,39 @@ def test_what_is_not_served_is_refused_by_name(pool: EnvironmentPool, plan: str,
     assert reply.parts == ({} if plan == "stranger" else {"requests/refused": 1.0})
     reply, _ = play(pool, says("four"), {"plan": ["chat"]})
     assert (reply.failure, reply.parts) == (None, {"reward": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "tool", "tool_call_id": {"a": 1}, "content": "4"}, "a message's 'tool_call_id' is not text"),
+        ({"role": ["user"], "content": "4"}, "a message's 'role' is not text"),
+        ({"role": "user", "tool_calls": [{"id": [1], "function": {}}]}, "tool calls are not as OpenAI has them"),
+        ({"role": "user", "tool_calls": [{"function": {"name": {}}}]}, "tool calls are not as OpenAI has them"),
+    ],
+)
+def test_names_that_are_not_text_are_refused(message: dict[str, Any], said: str) -> None:
+    """Where they follow a turn, too, whose calls are looked up by them. Control: text, or nothing."""
+    history, question = History(), {"role": "user", "content": "2+2?"}
+    history.chat_went_on([question], None, {"role": "assistant", "content": "four"})
+    before = [question, {"role": "assistant", "content": "four"}]
+    with pytest.raises(Refused, match=said):
+        history.chat([*before, message], None, None)
+    assert history.chat([*before, {"role": "tool", "tool_call_id": "a", "content": "4"}], None, None).follows
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["[" * 100_000, "1" * 5_000, '{"a": "\\ud83d"}', "{a"],
+    ids=["endlessly nested", "5,000 digits", "half a pair", "no JSON"],
+)
+def test_arguments_that_nobody_can_read_stay_as_they_are(written: str) -> None:
+    """Of a policy's call, which its agent sends back: no template could write them. Control: others are an object."""
+    calls = [{"id": "1", "function": {"name": "add", "arguments": arguments}} for arguments in (written, '{"a": 1}')]
+    ask = History().chat([{"role": "assistant", "content": "", "tool_calls": calls}], None, None)
+    assert ask.messages is not None
+    read = [call["function"]["arguments"] for call in ask.messages[0]["tool_calls"]]
+    assert read == [written, {"a": 1}]
 
 
 def test_refusals_before_an_agents_deadline_are_counted() -> None:

@@ -1,0 +1,60 @@
+"""The flow run of an attempt that was killed, once another attempt goes on with its training.
+
+Nobody tells Prefect of a process that a kernel ends: a worker does of its own, an automation of `penstock deploy` of
+those without a heartbeat, and a command's temporary server calls the run "Running" for ever. The attempt that goes on
+holds the run folder's lock, so the one before it is over, and that is what it tells Prefect.
+
+Left out: task runs, which Prefect itself leaves as they were in a crashed flow run.
+"""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterParentFlowRunId,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
+from prefect.client.schemas.objects import StateType
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Crashed
+
+from penstock.session.flow_runs.kept_alive import KEEP_ALIVE
+
+UNDER_WAY = (StateType.RUNNING, StateType.CANCELLING)
+
+
+def crash_earlier(earlier: str | None, now: str) -> None:
+    """Set the flow run of an earlier attempt to Crashed, with its child flow runs, where Prefect believes it runs.
+
+    It loses the tag that has crashed flow runs started again: the training goes on here.
+
+    Args:
+        earlier: its id; None: nobody knows of any. One that this server does not have is another server's.
+        now: the id of the flow run that goes on, which may be the same one, started again.
+    """
+    if earlier in (None, now):
+        return
+    with get_client(sync_client=True) as client:
+        try:
+            found = client.read_flow_run(UUID(earlier))
+        except ObjectNotFound:
+            return
+        if found.state_type not in UNDER_WAY:
+            return
+        client.update_flow_run(found.id, tags=[tag for tag in found.tags if tag != KEEP_ALIVE])
+        _crash(client, found.id, f"Its process was gone when flow run {now} went on with its training.")
+
+
+def _crash(client: SyncPrefectClient, flow_run: UUID, why: str) -> None:
+    """Set a flow run to Crashed, after those of its child flows that run."""
+    under_way = FlowRunFilter(
+        parent_flow_run_id=FlowRunFilterParentFlowRunId(any_=[flow_run]),
+        state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[*UNDER_WAY])),
+    )
+    for child in client.read_flow_runs(flow_run_filter=under_way):
+        _crash(client, child.id, why)
+    client.set_flow_run_state(flow_run, Crashed(message=why), force=True)

@@ -1,0 +1,67 @@
+"""The flow run of a killed attempt is Crashed once another goes on, and nobody starts it again."""
+
+from __future__ import annotations
+
+from uuid import UUID, uuid4
+
+import pytest
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.runtime import flow_run
+from prefect.states import Cancelling, Completed, Running
+
+from penstock.session.flow_runs.kept_alive import KEEP_ALIVE
+from penstock.session.flow_runs.taken_over import crash_earlier
+
+pytestmark = pytest.mark.usefixtures("prefect_harness")
+
+
+def left_behind(state: State) -> tuple[str, str]:
+    """Return the ids of a flow run, with tags, and of its child, both in a state in which a process has left them."""
+    ids = list[str]()
+
+    @flow(name="iteration-left")
+    def child() -> None:
+        ids.append(flow_run.id)
+
+    @flow(name="left")
+    def parent() -> None:
+        ids.append(flow_run.id)
+        child()
+
+    parent()
+    with get_client(sync_client=True) as client:
+        for number in ids:
+            client.set_flow_run_state(UUID(number), state, force=True)
+        client.update_flow_run(UUID(ids[0]), tags=["run:sums", KEEP_ALIVE])
+    return ids[0], ids[1]
+
+
+def read(number: str) -> FlowRun:
+    with get_client(sync_client=True) as client:
+        return client.read_flow_run(UUID(number))
+
+
+@pytest.mark.parametrize("state", [Cancelling(), Running()], ids=["cancelling", "running"])
+def test_a_killed_attempt_is_crashed_with_its_child_and_not_started_again(state: State) -> None:
+    """Both say which flow run goes on. The tag by which an automation would start it again is gone, others stay."""
+    parent, child = left_behind(state)
+    now = str(uuid4())
+    crash_earlier(parent, now)
+    for found in map(read, (parent, child)):
+        assert found.state is not None and found.state.is_crashed()
+        assert now in str(found.state.message)
+    assert read(parent).tags == ["run:sums"]
+
+
+def test_others_stay_as_they_are() -> None:
+    """One that has ended; the flow run itself, which Prefect has started again; one of another server."""
+    ended, _ = left_behind(Completed())
+    crash_earlier(ended, str(uuid4()))
+    assert read(ended).state_name == "Completed" and KEEP_ALIVE in read(ended).tags
+    again, _ = left_behind(Running())
+    crash_earlier(again, again)
+    assert read(again).state_name == "Running"
+    crash_earlier(str(uuid4()), again)
+    crash_earlier(None, again)
