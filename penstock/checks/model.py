@@ -554,6 +554,7 @@ def check_corrections(config: TrainConfig, settings: Mapping[str, Any]) -> None:
     what = f"model.path: routers of {settings['model_type']} correct their choice of experts in float32"
     remedy = "set model.dtype=float32, or use another mixture (docs/models.md)"
     if visible_gpus():
+        remedy = remedy if FLEX_COMPARED else "use another mixture (docs/models.md)"  # float32 needs FlexAttention
         raise UserError(f"{what}, which beside bfloat16 weights nobody has compared on GPUs", remedy)
     if reshard_strategy(config) != "shared":
         raise UserError(f"{what}, and beside bfloat16 weights they would be rounded on their way to vLLM", remedy)

@@ -24,6 +24,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from penstock.engines.batches.packing import PackedLayout
 
+VARIANTS = 32  # of compiled code, at most: beyond that the compiler gives up, and a training ends
 BLOCK = 128  # queries, and keys, of a block; PyTorch's tiles divide it
 
 
@@ -89,6 +90,7 @@ def _compiled() -> Any:
     sizes that are equal by chance for the same one, so what it compiles first may be compiled once more.
     """
     torch._dynamo.config.specialize_float = True  # scales and caps are constants of a model
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
     return torch.compile(attend, dynamic=True, fullgraph=True)
 
 

@@ -25,6 +25,7 @@ from penstock.data.tokenizer import make_byte_tokenizer
 from penstock.engines.batches.packing import Rows, pack
 from penstock.engines.families.images import of_decoder
 from penstock.engines.families.table import family_of
+from penstock.engines.kernels import attention_kernel
 from penstock.engines.kernels.attention import packed_attention
 from penstock.engines.models.loading import load_causal_lm, start_reward_model
 from penstock.engines.models.models import PackedPolicy, PackedRewardModel, language_head
@@ -216,7 +217,8 @@ def test_a_row_beyond_which_others_would_change_is_refused(
 
 
 def test_capped_scores_are_refused_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything starts. Control: without a cap the same family is not."""
+    """Before anything starts, until they are compared there. Control: without a cap the same family is not."""
+    monkeypatch.setattr("penstock.checks.model.FLEX_COMPARED", False)
     monkeypatch.setattr("penstock.checks.model.visible_gpus", lambda: ["0"])
     free = write_model(tmp_path / "free", "Gemma2Config", {**HEADS, "attn_logit_softcapping": None})
     check_model_folder(free, "model.path")
@@ -252,8 +254,9 @@ def test_positions_by_length_are_refused_however_the_file_says_it(entry: dict[st
         check_model_folder(folder, "model.path")
 
 
-def test_the_attention_itself_refuses_what_it_would_leave_out() -> None:
+def test_the_attention_itself_refuses_what_it_would_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a model is called: nothing that changes the scores is passed over in silence."""
+    monkeypatch.setattr(attention_kernel, "_flex_compared", [False])
     batch = pack(random_rows(3), [0, 1, 2], torch.device("cpu"))
     heads = torch.ones(1, 4, len(batch.tokens_N), 8)
     packed_attention(torch.nn.Identity(), heads, heads, heads, None, packing=batch.layout, s_aux=None, softcap=None)
@@ -290,15 +293,19 @@ def test_sinks_have_the_gradient_of_a_softmax_with_one_score_more(tmp_path: Path
 
 
 @pytest.mark.parametrize(("family", "what"), [("GptOssConfig", "attention sinks"), ("DeepseekV3Config", "latent")])
-def test_what_has_a_kernel_on_a_cpu_alone_is_refused_where_there_is_a_gpu(
+def test_what_is_compared_on_a_cpu_alone_is_refused_where_there_is_a_gpu(
     family: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything starts. Control: without a GPU it is not."""
+    """Before anything starts, until it is compared there. Controls: without a GPU it is not, nor afterwards."""
+    monkeypatch.setattr("penstock.checks.model.FLEX_COMPARED", False)
     folder = write_model(tmp_path, family, GOOD[family])
     check_model_folder(folder, "model.path")
     monkeypatch.setattr("penstock.checks.model.visible_gpus", lambda: ["0"])
     with pytest.raises(UserError, match=f"{what}.*nobody has compared"):
         check_model_folder(folder, "model.path")
+    check_model_folder(folder, "model.path", compares=True)  # a benchmark that is about to
+    monkeypatch.setattr("penstock.checks.model.FLEX_COMPARED", True)
+    check_model_folder(folder, "model.path")
 
 
 def test_quantised_weights_are_refused_by_their_kind(tmp_path: Path) -> None:

@@ -208,6 +208,7 @@ def test_what_needs_it_is_told_by_the_configuration() -> None:
 def test_a_rank_with_it_says_so_and_other_kernels_refuse_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Controls: a model that does not need it has flash attention, unless it is named."""
     monkeypatch.setattr(attention_kernel, "_chosen", ["auto"])
+    monkeypatch.setattr(attention_kernel, "_flex_compared", [False])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
     monkeypatch.setattr(flash_attention, "obstacle", lambda: "none here")
     monkeypatch.setattr(gated_mlp, "obstacle", lambda: None)
@@ -240,6 +241,7 @@ def test_a_start_refuses_it_until_it_is_compared(tmp_path: Path, monkeypatch: py
         checks.check_model(config_from_mapping({"model": model}, "test"))
 
     capped = str(write_model(tmp_path, "Gemma2Config", GOOD["Gemma2Config"]))
+    monkeypatch.setattr(checks, "FLEX_COMPARED", False)
     start("float32")
     start(path=capped)
     with pytest.raises(UserError, match="flex needs a GPU"):
