@@ -16,14 +16,22 @@ from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.run import Role
 from penstock.configs.sections.trainer import CriticConfig, TrainerConfig
 from penstock.engines.families.architecture import (
-    CAPPED_ON_GPU,
     STATE_ON_GPU,
     check_architecture,
     classifies,
-    on_cpus_alone,
     unpackable,
 )
-from penstock.engines.families.attention import FLASH_HEAD, FLASH_MULTIPLE, INSTEAD_OF_4, of_other_device
+from penstock.engines.families.attention import (
+    FLASH_HEAD,
+    FLASH_MULTIPLE,
+    FLEX_COMPARED,
+    FLOAT32,
+    INSTEAD_OF_4,
+    INSTEAD_OF_FLASH,
+    NOT_COMPARED,
+    needs_flex,
+    of_other_device,
+)
 from penstock.engines.families.images import NO_IMAGES_ON_GPUS, sees
 from penstock.engines.families.longest_row import longest_row
 from penstock.engines.families.routing import NO_REPLAY_ON_GPUS, REPLAYED
@@ -190,10 +198,13 @@ def check_served_images(folder: Path) -> None:
         )
 
 
-def check_model_folder(folder: Path, key: str, scores: bool = False, code: Code | None = None) -> None:
+def check_model_folder(
+    folder: Path, key: str, scores: bool = False, code: Code | None = None, compares: bool = False
+) -> None:
     """Check that `folder` looks like a Hugging Face model folder, of a model that packed training runs rightly.
 
     `scores`: it is, or becomes, a reward model, which has no language head. `code`: of models, that is trusted.
+    `compares`: trainer and vLLM are about to be compared, so it may be what nobody has compared on GPUs yet.
 
     Raises:
         UserError: it does not exist, a file is missing or damaged, or see `penstock.engines.families.architecture`.
@@ -224,7 +235,7 @@ def check_model_folder(folder: Path, key: str, scores: bool = False, code: Code 
     check_own_class(folder, key, scores)
     settings = read_settings(folder)
     check_architecture(settings, weight_shapes(folder), f"{key}: {folder}", head=not scores)
-    check_kernel(folder, key, settings)
+    check_kernel(folder, key, settings, compares)
 
 
 def check_optimizers(config: TrainConfig) -> None:
@@ -386,12 +397,24 @@ def check_attention(config: TrainConfig) -> None:
     Raises:
         UserError: it is not one for this machine's devices, or for heads of the actor's size.
     """
-    kernel = config.model.attention
-    if kernel == "auto" or any(group.hosts for group in config.groups.values()):
+    kernel, gpus = config.model.attention, visible_gpus()
+    if any(group.hosts for group in config.groups.values()):
         return
-    gpus, size = visible_gpus(), shape_of(config).head_size
+    why = flex_alone(config) if gpus else ""
+    if gpus and not FLEX_COMPARED:
+        if kernel == "flex":
+            raise UserError(f"model.attention=flex: {NOT_COMPARED.partition(': ')[2]} with it", "leave it out")
+        if why == FLOAT32:
+            raise UserError(f"model.dtype=float32: attention would be FlexAttention, {NOT_COMPARED}", "leave it out")
+    if kernel == "auto":
+        return
+    size = shape_of(config).head_size
     if (kernel == "sdpa") == bool(gpus):
         raise UserError(*of_other_device(kernel, gpu=bool(gpus)))
+    if kernel == "flex":
+        return
+    if why:
+        raise UserError(f"model.attention={kernel}: the model {why}, for which it has no kernel", INSTEAD_OF_FLASH)
     if kernel == "flash_attention_4" and (older := [gpu for gpu in gpus if not is_hopper(gpu)]):
         raise UserError(
             f"model.attention={kernel} is for Hopper GPUs, and GPU {older[0]} is a {gpu_name(older[0])}", INSTEAD_OF_4
@@ -402,6 +425,15 @@ def check_attention(config: TrainConfig) -> None:
             f"multiples of {FLASH_MULTIPLE} up to {FLASH_HEAD}",
             "use another model",
         )
+
+
+def flex_alone(config: TrainConfig) -> str:
+    """Return what a model of a training does that on a GPU FlexAttention alone computes; empty: nothing."""
+    if weight_width(config, "cuda") == 4:
+        return FLOAT32
+    critic = None if config.critic is None else config.critic.path
+    paths = (path for path in (config.model.path, critic, config.reward.model) if path is not None)
+    return next(filter(None, (needs_flex(read_settings(Path(path))) for path in paths)), "")
 
 
 def check_tensor_parallel(ranks: int, shape: ModelShape) -> None:
@@ -492,8 +524,8 @@ def check_longest_row(config: TrainConfig, settings: Mapping[str, Any]) -> None:
         )
 
 
-def check_kernel(folder: Path, key: str, settings: Mapping[str, Any]) -> None:
-    """Check that there is a kernel for the model's layers: on a GPU there is none for caps, sinks, latents and states.
+def check_kernel(folder: Path, key: str, settings: Mapping[str, Any], compares: bool = False) -> None:
+    """Check that the model's layers are computed on this machine: on a GPU no caps, sinks, latents and states are.
 
     Raises:
         UserError: it has one of them, and there is a GPU.
@@ -501,10 +533,8 @@ def check_kernel(folder: Path, key: str, settings: Mapping[str, Any]) -> None:
     if not visible_gpus():
         return
     family, where = family_of(settings.get("model_type", "")), f"{key}: {folder}"
-    if family.no_gpu_kernel:
-        raise unpackable(where, on_cpus_alone(family.no_gpu_kernel))
-    if any(settings.get(name) is not None for name in family.score_caps):
-        raise unpackable(where, CAPPED_ON_GPU)
+    if (why := family.flex_alone or needs_flex(settings)) and not (FLEX_COMPARED or compares):
+        raise unpackable(where, f"{why}, {NOT_COMPARED}")
     if family.mixers:
         raise unpackable(where, STATE_ON_GPU)
 
@@ -524,6 +554,7 @@ def check_corrections(config: TrainConfig, settings: Mapping[str, Any]) -> None:
     what = f"model.path: routers of {settings['model_type']} correct their choice of experts in float32"
     remedy = "set model.dtype=float32, or use another mixture (docs/models.md)"
     if visible_gpus():
+        remedy = remedy if FLEX_COMPARED else "use another mixture (docs/models.md)"  # float32 needs FlexAttention
         raise UserError(f"{what}, which beside bfloat16 weights nobody has compared on GPUs", remedy)
     if reshard_strategy(config) != "shared":
         raise UserError(f"{what}, and beside bfloat16 weights they would be rounded on their way to vLLM", remedy)

@@ -162,7 +162,7 @@ def measure_folder(folder: Path, work: Path) -> dict[str, Any]:
     by = "vLLM" if has_own_class(settings) else "Transformers in vLLM"
     described = {"model_type": settings["model_type"], "served_by": by}
     try:
-        check_model_folder(folder, "it")
+        check_model_folder(folder, "it", compares=True)
         check_served(settings, weight_shapes(folder), "it")
         with _ranks(work) as group:
             figures = _Model(group, folder, work).measured()

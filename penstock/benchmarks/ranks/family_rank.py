@@ -20,6 +20,7 @@ from penstock.data.images import ImageFolder
 from penstock.engines.batches.images import NUMBERS
 from penstock.engines.batches.packing import Rows, pack, read_rows
 from penstock.engines.commands.forward import TokenValues
+from penstock.engines.kernels.attention_kernel import compare_flex
 from penstock.engines.models.loading import kind_for, load_causal_lm
 from penstock.engines.models.models import PackedPolicy
 from penstock.engines.models.seeing import freeze_encoder
@@ -32,11 +33,15 @@ CPU = torch.device("cpu")
 
 
 class FamilyRank(Worker):
-    """A rank that also carries out the benchmark's own commands, which this file registers; it sees images on GPUs."""
+    """A rank that also carries out the benchmark's own commands, which this file registers.
+
+    On GPUs it also computes what nobody has compared there yet: images, and what needs FlexAttention.
+    """
 
     def __init__(self, rank: int, world_size: int, gpu: int | None) -> None:
         super().__init__(rank, world_size, gpu)
         self.models.images_on_gpus = True
+        compare_flex()
 
 
 @carries_out(LibraryLogprobs)

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from penstock.configs.tree.section import PositiveInt, Section
 
-AttentionKernel = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_4"]
+AttentionKernel = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_4", "flex"]
 
 
 class TinyEncoder(Section):
@@ -83,7 +83,8 @@ class ModelConfig(Section):
     attention: AttentionKernel = Field(
         "auto",
         description="kernel of attention in updates and log-probs: sdpa on a CPU, flash_attention_2 on a GPU, "
-        "flash_attention_4 on a Hopper GPU; auto: the fastest that there is",
+        "flash_attention_4 on a Hopper GPU, flex on a GPU, for capped scores, sinks, values of another size than the "
+        "keys and float32; auto: the fastest that there is for the model",
     )
 
     @model_validator(mode="after")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -83,6 +83,8 @@ class PackedLayout:
     shared: SharedPrefixes | None  # None: every sequence's keys are its own tokens
     slots_K: torch.Tensor | None  # sequence x max_keys + position, for attention on CPU
     share: Share | None = None  # None: this rank computes the run alone
+    # By sliding window, which keys tokens see: made by a GPU's kernel when it first asks (kernels/flex_attention.py).
+    masks: dict[int | None, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,6 @@ STATE_ON_GPU = "carries a state from token to token, which is computed row by ro
 STATE_IN_SHARES = "carries a state from token to token, of which ranks cannot compute parts"
 
 
-def on_cpus_alone(what: str) -> str:
-    """Return what is wrong on a GPU with a model whose attention is or has `what`."""
-    return f"{what}, for which there is no packed kernel on a GPU"
-
-
-CAPPED_ON_GPU = on_cpus_alone("caps its attention scores")
-
-
 def check_architecture(
     settings: Mapping[str, Any], weights: Iterable[str], where: str | Path, head: bool = True
 ) -> None:

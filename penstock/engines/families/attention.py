@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from penstock.configs.sections.model import AttentionKernel
+from penstock.engines.families.table import family_of
 
 FLASH_HEAD = 256  # the largest head that FlashAttention has kernels for
 FLASH_MULTIPLE = 8  # of which the size of a head has to be one
 INSTEAD_OF_4 = "use model.attention=flash_attention_2, or leave it out: auto takes the fastest that there is"
+
+INSTEAD_OF_FLASH = "use model.attention=flex, or leave it out"
+FLEX_COMPARED = False  # on GPUs, trainer with vLLM: until it is true, what needs FlexAttention there is refused
+NOT_COMPARED = "which is computed on CPUs alone so far: on GPUs nobody has compared trainer and vLLM"
+FLOAT32 = "computes in float32"
+
+
+def needs_flex(settings: Mapping[str, Any]) -> str:
+    """Return what a model does, by its configuration, that on a GPU FlexAttention alone computes; empty: nothing."""
+    family = family_of(settings.get("model_type", ""))
+    if any(settings.get(name) is not None for name in family.score_caps):
+        return "caps its attention scores"
+    sizes = [settings.get(name) or 0 for name in ("v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim")]
+    if sizes[0] and sizes[0] == sum(sizes[1:]):  # latent attention, with values of the keys' own size
+        return ""
+    return family.flex_alone
 
 
 def of_other_device(kernel: AttentionKernel, gpu: bool) -> tuple[str, str]:

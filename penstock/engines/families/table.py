@@ -63,7 +63,8 @@ class Family:
         incomparable: what keeps all of the family from being trained, as a message says it; empty: nothing.
         mixers: classes of such layers of which each row is computed by itself (penstock/engines/kernels/mixers.py).
         sink_weights: last parts of weights' names in attention with sinks.
-        no_gpu_kernel: what its attention does that packed training has a kernel for on a CPU alone; empty: nothing.
+        flex_alone: what its attention does that on a GPU FlexAttention alone computes (needs_flex in attention.py), but
+            for a cap, which is a setting; empty: nothing.
         experts: how parameters of experts and of their routers end here, and how in vLLM, where both stack the experts
             alike; none: of an actor of this family no reshard could compare them.
         transposed: ends of names, here, of stacked matrices that vLLM has with rows and columns changed over.
@@ -110,7 +111,7 @@ class Family:
     incomparable: str = ""
     mixers: tuple[str, ...] = ()
     sink_weights: tuple[str, ...] = ("sinks",)
-    no_gpu_kernel: str = ""
+    flex_alone: str = ""
     experts: tuple[tuple[str, str], ...] = ()
     transposed: tuple[str, ...] = ()
     corrected: bool = False
@@ -193,18 +194,18 @@ FAMILIES: tuple[Family, ...] = (
         ),
         stored_experts=("input_linear", "output_linear"),
     ),
-    Family(("deepseek_v2",), latent_settings=(), no_gpu_kernel=LATENT, experts=_experts_in("mlp")),
+    Family(("deepseek_v2",), latent_settings=(), flex_alone=LATENT, experts=_experts_in("mlp")),
     Family(
         ("deepseek_v3", "glm4_moe_lite"),
         latent_settings=(),
-        no_gpu_kernel=LATENT,
+        flex_alone=LATENT,
         experts=_experts_in("mlp"),
         corrected=True,
     ),
     Family(
         ("gpt_oss",),
         sink_weights=(),
-        no_gpu_kernel="has attention sinks",
+        flex_alone="has attention sinks",
         experts=(
             *_experts_in("mlp"),
             ("mlp.experts.gate_up_proj_bias", "mlp.experts.w13_bias"),

@@ -13,8 +13,8 @@ Of a run that several ranks compute together each has all tokens here, and its p
 (penstock/engines/kernels/sequence_parallel.py).
 
 Capped scores (Gemma 2), sinks (gpt-oss: a learned score of each head that stands beside those of the keys, and takes a
-part of the weights to nowhere) and values of a size of their own (DeepSeek) are computed on a CPU alone. On a GPU they
-are refused, before a model is trained (penstock/checks/model.py) and here.
+part of the weights to nowhere) and values of a size of their own (DeepSeek) are written out on a CPU; on a GPU they are
+FlexAttention's (penstock/engines/kernels/flex_attention.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from penstock.engines.batches.packing import PackedLayout, SharedPrefixes
-from penstock.engines.families.architecture import CAPPED_ON_GPU, on_cpus_alone, unpackable
+from penstock.engines.families.architecture import unpackable
 from penstock.engines.kernels.attention_kernel import causal_varlen_attention
 from penstock.engines.kernels.sequence_parallel import own_tokens_of_heads, tokens_of_own_heads
 
@@ -60,18 +60,10 @@ def packed_attention(
         [1, N, heads, size of a value], and no attention weights.
 
     Raises:
-        UserError: on a GPU the model has sinks, values of a size of their own or a cap; with several ranks it has
-            sinks; or it hands no `packing` on.
+        UserError: with several ranks the model has sinks; it hands no `packing` on; or see `causal_varlen_attention`.
     """
     if packing is None:
         raise unpackable("the model", "does not tell its attention where sequences lie")
-    if packing.slots_K is None:
-        if s_aux is not None:
-            raise unpackable("the model", on_cpus_alone("has attention sinks"))
-        if value.shape[-1] != query.shape[-1]:
-            raise unpackable("the model", on_cpus_alone("has values of another size than its keys"))
-        if softcap is not None:
-            raise unpackable("the model", CAPPED_ON_GPU)
     if packing.share is not None and s_aux is not None:
         raise unpackable("the model", "has attention sinks, whose heads are not shared out to ranks")
     query_N, key_N, value_N = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
@@ -79,7 +71,7 @@ def packed_attention(
         query_N, key_N, value_N = tokens_of_own_heads(packing.share, query_N, key_N, value_N)
     key_K, value_K = (repeat_prefixes(tensor_N, packing.shared) for tensor_N in (key_N, value_N))
     if packing.slots_K is None:
-        out_N = causal_varlen_attention(query_N, key_K, value_K, packing, scaling, sliding_window)
+        out_N = causal_varlen_attention(query_N, key_K, value_K, packing, scaling, sliding_window, softcap, s_aux)
     else:
         out_N = attention_by_rows(query_N, key_K, value_K, packing, scaling, sliding_window, softcap, s_aux)
     if packing.share is not None:

@@ -11,14 +11,24 @@ from torch.nn.attention import varlen
 from penstock.base.errors import UserError
 from penstock.configs.sections.model import AttentionKernel
 from penstock.engines.commands.build import Kernels
-from penstock.engines.families.attention import INSTEAD_OF_4, of_other_device
+from penstock.engines.families.architecture import unpackable
+from penstock.engines.families.attention import (
+    FLEX_COMPARED,
+    FLOAT32,
+    INSTEAD_OF_4,
+    INSTEAD_OF_FLASH,
+    NOT_COMPARED,
+    of_other_device,
+)
 from penstock.engines.kernels import flash_attention, gated_mlp
+from penstock.engines.kernels.flex_attention import packed_flex_attention
 
 if TYPE_CHECKING:
     from penstock.engines.batches.packing import PackedLayout
 
 
 _chosen: list[AttentionKernel] = ["auto"]  # of this process: all models of a rank are on one device
+_flex_compared: list[bool] = [FLEX_COMPARED]
 VARLEN_PARAMETERS = frozenset(inspect.signature(varlen.varlen_attn).parameters)  # they grew from version to version
 
 
@@ -36,6 +46,11 @@ def choose_attention(kernel: AttentionKernel, device_type: str) -> None:
     _chosen[:] = [kernel]
 
 
+def compare_flex() -> None:
+    """Let this process compute by FlexAttention on a GPU: a benchmark's, which compares trainer and vLLM."""
+    _flex_compared[:] = [True]
+
+
 # A constant for the compiler, as `flash_attention.usable`: it is chosen before a block is compiled.
 @torch.compiler.assume_constant_result
 def takes_flash_attention_4() -> bool:
@@ -50,14 +65,20 @@ def causal_varlen_attention(
     layout: PackedLayout,
     scale: float | None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal flash attention within packed sequences; [N, heads, head size]. GPU only.
+    """Causal attention within packed sequences; [N, heads, size of a value]. GPU only.
 
     Queries are the last of their sequence's keys. There may be fewer heads of keys than of queries.
 
     Raises:
-        UserError: the model has a sliding window, and this PyTorch's kernel has none.
+        UserError: the model has a sliding window, and this PyTorch's kernel has none; or it needs FlexAttention, and
+            another kernel was chosen, or nobody has compared it yet.
     """
+    why = _flex_alone(query_N, value_K, softcap, sinks)
+    if why or chosen() == "flex":
+        return _by_flex(why, query_N, key_K, value_K, layout, scale, sliding_window, softcap, sinks)
     if takes_flash_attention_4():
         bounds = (layout.cu_queries_S1, layout.cu_keys_S1, layout.max_queries, layout.max_keys)
         before = None if sliding_window is None else sliding_window - 1
@@ -89,13 +110,47 @@ def causal_varlen_attention(
     return out_N
 
 
-def kernels_on(device_type: str) -> Kernels:
-    """Return which kernel attention takes, and what keeps this GPU from faster kernels that there are for it."""
+@torch.compiler.assume_constant_result
+def chosen() -> AttentionKernel:
+    """Return the kernel that was chosen."""
+    return _chosen[0]
+
+
+def _flex_alone(query_N: torch.Tensor, value_K: torch.Tensor, softcap: float | None, sinks: torch.Tensor | None) -> str:
+    """Return what a model does that FlexAttention alone computes; empty: nothing."""
+    if softcap is not None:
+        return "caps its attention scores"
+    if sinks is not None:
+        return "has attention sinks"
+    if value_K.shape[-1] != query_N.shape[-1]:
+        return "has values of another size than its keys"
+    return FLOAT32 if query_N.is_cuda and query_N.dtype == torch.float32 else ""
+
+
+# The compiler leaves it as it is: what it calls is compiled by itself, once for all layers.
+@torch.compiler.disable
+def _by_flex(why: str, *arguments: Any) -> torch.Tensor:
+    if why and chosen().startswith("flash"):
+        raise UserError(f"model.attention={chosen()}: the model {why}, for which it has no kernel", INSTEAD_OF_FLASH)
+    if not _flex_compared[0]:
+        raise unpackable("the model", f"{why or 'is to be computed by FlexAttention'}, {NOT_COMPARED}")
+    return packed_flex_attention(*arguments)
+
+
+def kernels_on(device_type: str, flex: bool = False) -> Kernels:
+    """Return which kernel attention takes, and what keeps this GPU from faster kernels that there are for it.
+
+    Args:
+        flex: the model needs FlexAttention there.
+    """
     if device_type != "cuda":
         return Kernels("PyTorch's, of rows side by side", slower=[])
     faster = {"FlashAttention 4": flash_attention, "gated MLP": gated_mlp}
     wanting = faster if flash_attention.on_hopper() else {}
-    if _chosen[0] == "flash_attention_2":
+    flex = flex or _chosen[0] == "flex"
+    if flex or _chosen[0] == "flash_attention_2":
         wanting.pop("FlashAttention 4", None)  # nobody misses what was not wanted
     slower = [f"no {name}: {why}" for name, module in wanting.items() if (why := module.obstacle())]
+    if flex:
+        return Kernels("FlexAttention", slower)
     return Kernels("FlashAttention 4" if takes_flash_attention_4() else "FlashAttention 2", slower)

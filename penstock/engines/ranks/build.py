@@ -97,7 +97,7 @@ def _build_rest(models: RankModels, command: Build | BuildFrozen, parameters: in
         with _timed("starting the rollout engine"):
             _build_rollout(models, command)
     strategy = reshard_strategy(config) if "rollout" in roles else None
-    kernels = kernels_on(models.device.type)
+    kernels = kernels_on(models.device.type, models.needs_flex(command.folder))
     return Built(parameters, trained, *shared_and_copied(models), strategy, kernels)
 
 

@@ -110,7 +110,7 @@ def preference_begin(models: RankModels, command: PreferenceBegin) -> Kernels:
         module = PackedPolicy(models.lm, command.model.keep_logits)
     _train(models, "preference", module, settings)
     models.shapes["preference"] = read_shape(Path(folder))
-    return kernels_on(models.device.type)
+    return kernels_on(models.device.type, models.needs_flex(folder))
 
 
 @carries_out(PreferenceSteps)

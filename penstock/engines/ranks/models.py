@@ -23,8 +23,9 @@ from penstock.engines.batches.packing import Rows
 from penstock.engines.batches.shares import ALONE, RankSet
 from penstock.engines.commands.finetuning import Step
 from penstock.engines.commands.rollout import PartialResults
+from penstock.engines.families.attention import needs_flex
 from penstock.engines.families.images import NO_IMAGES_ON_GPUS
-from penstock.engines.families.shape import ModelShape
+from penstock.engines.families.shape import ModelShape, read_settings
 from penstock.engines.kernels.attention_kernel import choose_attention
 from penstock.engines.kernels.lm_head import Head
 from penstock.engines.kernels.sequence_parallel import ranks_together
@@ -129,6 +130,10 @@ class RankModels:
         if self.config.model.dtype != "auto":
             return DTYPES[self.config.model.dtype]
         return torch.float32 if self.device.type == "cpu" else torch.bfloat16
+
+    def needs_flex(self, folder: str) -> bool:
+        """Whether FlexAttention alone computes the model of a folder, on a GPU."""
+        return self.dtype == torch.float32 or bool(needs_flex(read_settings(Path(folder))))
 
     def causal_lm(self, folder: str, config: TrainerConfig) -> Any:
         """Load a causal language model that is to be trained."""

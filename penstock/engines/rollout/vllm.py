@@ -109,7 +109,8 @@ def correct_choices_without_groups() -> None:
 def write_latent_attention_out() -> None:
     """Let vLLM compute latent attention (DeepSeek) of whole keys and values.
 
-    Otherwise it decodes with matrices that it makes of the model's, and on a CPU for latents of one size alone.
+    Otherwise it decodes with matrices that it makes of the model's, which no reshard writes, and on a CPU for latents
+    of one size alone.
     """
     os.environ["VLLM_MLA_DISABLE"] = "1"
 
@@ -153,6 +154,7 @@ def prepare_vllm(cuda: bool, architectures: Sequence[str]) -> None:
     """Import vLLM, and apply what it needs before its first engine in this process, with one of the `architectures`."""
     with importing():
         from vllm import LLM as LLM
+    write_latent_attention_out()
     if cuda:
         sample_tokens_in_one_pass()
         compile_no_routers()
@@ -160,7 +162,6 @@ def prepare_vllm(cuda: bool, architectures: Sequence[str]) -> None:
         keep_plain_linear_on_cpu()
         keep_plain_experts_on_cpu()
         keep_cpu_engines_off_shared_memory()
-        write_latent_attention_out()
         turn_every_head_on_cpu()
         correct_choices_without_groups()
         write_delta_nets_out()

@@ -25,6 +25,7 @@ from penstock.data.tokenizer import make_byte_tokenizer
 from penstock.engines.batches.packing import Rows, pack
 from penstock.engines.families.images import of_decoder
 from penstock.engines.families.table import family_of
+from penstock.engines.kernels import attention_kernel
 from penstock.engines.kernels.attention import packed_attention
 from penstock.engines.models.loading import load_causal_lm, start_reward_model
 from penstock.engines.models.models import PackedPolicy, PackedRewardModel, language_head
@@ -108,7 +109,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def _write(folder: Path, family: str, settings: dict[str, Any]) -> Path:
+def write_model(folder: Path, family: str, settings: dict[str, Any]) -> Path:
     config = getattr(transformers, family)(**{**SIZES, **settings})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -125,7 +126,7 @@ def _write(folder: Path, family: str, settings: dict[str, Any]) -> Path:
 @torch.no_grad()
 def test_accepted_families_give_the_log_probs_of_each_row_alone(family: str, tmp_path: Path) -> None:
     """Both checks accept them, and company in a micro-batch changes nothing."""
-    folder, rows = _write(tmp_path, family, GOOD[family]), random_rows(5, samples=2)
+    folder, rows = write_model(tmp_path, family, GOOD[family]), random_rows(5, samples=2)
     check_model_folder(folder, "model.path")
     policy = PackedPolicy(load_causal_lm(folder, torch.float32, False)).eval()
     oracle = load_unpacked(folder, attention="eager" if family in LOUD else "sdpa")
@@ -140,7 +141,7 @@ def test_families_that_would_train_on_wrong_log_probs_are_refused_before_and_whe
 ) -> None:
     """From configuration and headers alone, and from the model; the message says what it is."""
     settings, message = BAD[family]
-    folder = _write(tmp_path, family, settings)
+    folder = write_model(tmp_path, family, settings)
     with pytest.raises(UserError, match=rf"model\.path: .*{message}"):
         check_model_folder(folder, "model.path")
     with pytest.raises(UserError, match=message):
@@ -149,7 +150,7 @@ def test_families_that_would_train_on_wrong_log_probs_are_refused_before_and_whe
 
 def test_what_happens_to_logits_is_no_matter_where_the_head_is_not_used(tmp_path: Path) -> None:
     """A reward model has a score in its place. Control: scores that are changed are refused all the same."""
-    folder = _write(tmp_path, "Qwen3Config", {**HEADS, "final_logit_softcapping": 30.0})
+    folder = write_model(tmp_path, "Qwen3Config", {**HEADS, "final_logit_softcapping": 30.0})
     check_model_folder(folder, "model.path", scores=True)
     model = PackedRewardModel(start_reward_model(folder, torch.float32, False)).eval()
     with torch.no_grad():
@@ -158,7 +159,7 @@ def test_what_happens_to_logits_is_no_matter_where_the_head_is_not_used(tmp_path
         together_B = model(pack(rows, [0, 1, 2], torch.device("cpu")))
         alone_B = torch.cat([model(pack(rows, [row], torch.device("cpu"))) for row in range(3)])
     torch.testing.assert_close(together_B, alone_B)
-    capped = _write(tmp_path / "capped", "MistralConfig", {"attn_logit_softcapping": 30.0})
+    capped = write_model(tmp_path / "capped", "MistralConfig", {"attn_logit_softcapping": 30.0})
     with pytest.raises(UserError, match="attn_logit_softcapping"):
         check_model_folder(capped, "model.path", scores=True)
 
@@ -166,7 +167,7 @@ def test_what_happens_to_logits_is_no_matter_where_the_head_is_not_used(tmp_path
 def test_what_only_the_models_class_says_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
     """Bloom adds its position biases itself and never asks for the attention that was registered."""
     sizes = {"n_layer": 2, "n_head": 4, "hidden_size": 32, "vocab_size": VOCABULARY}
-    folder = _write(tmp_path, "BloomConfig", sizes)
+    folder = write_model(tmp_path, "BloomConfig", sizes)
     with pytest.raises(UserError, match="an attention of its own"):
         load_causal_lm(folder, torch.float32, False)
 
@@ -187,7 +188,7 @@ def test_what_corrects_a_choice_of_experts_is_read_exactly(name: str, tmp_path: 
 @torch.no_grad()
 def test_what_only_the_forward_pass_shows_is_refused_in_words(tmp_path: Path) -> None:
     """Nemotron's layers hand nothing on to their attention: it cannot know where the sequences lie."""
-    folder, rows = _write(tmp_path, "NemotronConfig", {}), random_rows(2)
+    folder, rows = write_model(tmp_path, "NemotronConfig", {}), random_rows(2)
     policy = PackedPolicy(load_causal_lm(folder, torch.float32, False)).eval()
     with pytest.raises(UserError, match="does not tell its attention where sequences lie"):
         policy(pack(rows, [0, 1], torch.device("cpu")), 1.0)
@@ -205,7 +206,7 @@ def test_a_row_beyond_which_others_would_change_is_refused(
     family: str, settings: dict[str, Any], beyond: str, tmp_path: Path
 ) -> None:
     """Control: rows that are as long as they may be, of the same model, are computed."""
-    folder = _write(tmp_path, family, settings)
+    folder = write_model(tmp_path, family, settings)
     policy = PackedPolicy(load_causal_lm(folder, torch.float32, False)).eval()
     ten = Ragged.of([np.full(10, 5)], np.int32)
     rows = Rows(ten, ten, Ragged.of([np.ones(10)], np.uint8), {})
@@ -216,17 +217,18 @@ def test_a_row_beyond_which_others_would_change_is_refused(
 
 
 def test_capped_scores_are_refused_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything starts. Control: without a cap the same family is not."""
+    """Before anything starts, until they are compared there. Control: without a cap the same family is not."""
+    monkeypatch.setattr("penstock.checks.model.FLEX_COMPARED", False)
     monkeypatch.setattr("penstock.checks.model.visible_gpus", lambda: ["0"])
-    free = _write(tmp_path / "free", "Gemma2Config", {**HEADS, "attn_logit_softcapping": None})
+    free = write_model(tmp_path / "free", "Gemma2Config", {**HEADS, "attn_logit_softcapping": None})
     check_model_folder(free, "model.path")
-    with pytest.raises(UserError, match="no packed kernel on a GPU"):
-        check_model_folder(_write(tmp_path / "capped", "Gemma2Config", HEADS), "model.path")
+    with pytest.raises(UserError, match="nobody has compared"):
+        check_model_folder(write_model(tmp_path / "capped", "Gemma2Config", HEADS), "model.path")
 
 
 def test_an_unknown_layer_type_is_refused_whatever_it_is_called(tmp_path: Path) -> None:
     """Only full and windowed attention are known. Control: the same folder without the entry passes."""
-    folder = _write(tmp_path, "Olmo2Config", {})
+    folder = write_model(tmp_path, "Olmo2Config", {})
     check_model_folder(folder, "model.path")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     changed = config | {"layer_types": ["full_attention", "chunked_attention"]}
@@ -244,7 +246,7 @@ def test_an_unknown_layer_type_is_refused_whatever_it_is_called(tmp_path: Path) 
 )
 def test_positions_by_length_are_refused_however_the_file_says_it(entry: dict[str, Any], tmp_path: Path) -> None:
     """Old names, and a type for each type of layers. Control: the same folder without the entry passes."""
-    folder = _write(tmp_path, "Olmo2Config", {})
+    folder = write_model(tmp_path, "Olmo2Config", {})
     check_model_folder(folder, "model.path")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(config | entry), encoding="utf-8")
@@ -252,8 +254,9 @@ def test_positions_by_length_are_refused_however_the_file_says_it(entry: dict[st
         check_model_folder(folder, "model.path")
 
 
-def test_the_attention_itself_refuses_what_it_would_leave_out() -> None:
+def test_the_attention_itself_refuses_what_it_would_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a model is called: nothing that changes the scores is passed over in silence."""
+    monkeypatch.setattr(attention_kernel, "_flex_compared", [False])
     batch = pack(random_rows(3), [0, 1, 2], torch.device("cpu"))
     heads = torch.ones(1, 4, len(batch.tokens_N), 8)
     packed_attention(torch.nn.Identity(), heads, heads, heads, None, packing=batch.layout, s_aux=None, softcap=None)
@@ -264,13 +267,13 @@ def test_the_attention_itself_refuses_what_it_would_leave_out() -> None:
         ("values of another size", heads[..., :6], {}),
     ):
         packed_attention(torch.nn.Identity(), heads, heads, value, None, packing=batch.layout, **others)
-        with pytest.raises(UserError, match=f"{message}.*no packed kernel on a GPU"):
+        with pytest.raises(UserError, match=f"{message}.*nobody has compared"):
             packed_attention(torch.nn.Identity(), heads, heads, value, None, packing=on_a_gpu, **others)
 
 
 def test_sinks_have_the_gradient_of_a_softmax_with_one_score_more(tmp_path: Path) -> None:
     """Of each head, as the library has it of each row alone. Control: the gradient of sinks elsewhere is another."""
-    folder, rows = _write(tmp_path, "GptOssConfig", GOOD["GptOssConfig"]), random_rows(5)
+    folder, rows = write_model(tmp_path, "GptOssConfig", GOOD["GptOssConfig"]), random_rows(5)
     policy = PackedPolicy(load_causal_lm(folder, torch.float32, False)).eval()
     oracle = load_unpacked(folder, attention="eager")
 
@@ -290,20 +293,24 @@ def test_sinks_have_the_gradient_of_a_softmax_with_one_score_more(tmp_path: Path
 
 
 @pytest.mark.parametrize(("family", "what"), [("GptOssConfig", "attention sinks"), ("DeepseekV3Config", "latent")])
-def test_what_has_a_kernel_on_a_cpu_alone_is_refused_where_there_is_a_gpu(
+def test_what_is_compared_on_a_cpu_alone_is_refused_where_there_is_a_gpu(
     family: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything starts. Control: without a GPU it is not."""
-    folder = _write(tmp_path, family, GOOD[family])
+    """Before anything starts, until it is compared there. Controls: without a GPU it is not, nor afterwards."""
+    monkeypatch.setattr("penstock.checks.model.FLEX_COMPARED", False)
+    folder = write_model(tmp_path, family, GOOD[family])
     check_model_folder(folder, "model.path")
     monkeypatch.setattr("penstock.checks.model.visible_gpus", lambda: ["0"])
-    with pytest.raises(UserError, match=f"{what}.*no packed kernel on a GPU"):
+    with pytest.raises(UserError, match=f"{what}.*nobody has compared"):
         check_model_folder(folder, "model.path")
+    check_model_folder(folder, "model.path", compares=True)  # a benchmark that is about to
+    monkeypatch.setattr("penstock.checks.model.FLEX_COMPARED", True)
+    check_model_folder(folder, "model.path")
 
 
 def test_quantised_weights_are_refused_by_their_kind(tmp_path: Path) -> None:
     """As gpt-oss comes from the Hub. Control: without the entry the same folder passes."""
-    folder = _write(tmp_path, "GptOssConfig", GOOD["GptOssConfig"])
+    folder = write_model(tmp_path, "GptOssConfig", GOOD["GptOssConfig"])
     check_model_folder(folder, "model.path")
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config["quantization_config"] = {"quant_method": "mxfp4"}
