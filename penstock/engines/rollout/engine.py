@@ -279,10 +279,11 @@ class Generator:
     def sleep(self) -> None:
         """Give the KV cache's memory to training, if it is awake. Shared weights are outside vLLM's pool and stay.
 
-        Copies are dropped where this group can make them again, and wait in the host's memory elsewhere.
+        Copies are dropped where this group can make them again, and wait in the host's memory elsewhere, as they do of
+        a model that sees: beside its weights vLLM keeps positions and images' deeper levels, which it would lose.
         """
         if self.sleeps and not self.asleep:
-            self.dropped = self.own_reshard is not None and bool(self.binding.copied)
+            self.dropped = self.own_reshard is not None and bool(self.binding.copied) and self.images is None
             free = torch.cuda.mem_get_info()[0]
             self.llm.sleep(level=2 if self.dropped else 1)
             self.unmapped = torch.cuda.mem_get_info()[0] - free

@@ -52,6 +52,7 @@ LIVE_PARAMETERS = 1_000_000_000  # that ZeRO-3 holds gathered
 SUB_GROUP = 1_000_000_000  # elements that ZeRO-3 steps at a time
 GRADIENT = 4  # bytes: gradients are summed up in float32
 KV_BLOCK = 128  # tokens; vLLM hands out whole blocks
+FEATURES = 256 << 20  # that a model keeps of images at most (penstock/engines/models/seeing.py)
 MOST_IN_A_BYTE = 255  # experts of a layer (penstock/engines/rollout/routing/capture.py)
 USEFUL_SEQUENCES = 16  # with room for fewer at a time a rollout takes too long to be worth it
 ROOM_TO_STAY = 0.92  # share of free memory that an estimate may fill with a KV cache that stays; gaps need the rest
@@ -339,6 +340,10 @@ def _rest(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig])
         parts["reference head"] = rank.width * rank.shapes["actor"].vocabulary * rank.shapes["actor"].hidden_size
     if "rollout" in rank.shapes and _stays(config):
         parts["KV cache"] = kv_cache_bytes(config, rank)
+    if rank.device == "cuda" and config.data.image_column is not None and not config.model.train_encoder:
+        models = {"actor", "critic", "reference"} & rank.shapes.keys()
+        models -= {"reference"} if reference_is_base(config, rank.shapes) else set()
+        parts["features of images"] = FEATURES * len(models)
     if "rollout" in rank.shapes and config.actor.replays:
         parts["experts of the rollout"] = _route_bytes(config, rank)
     if "rollout" in rank.shapes:

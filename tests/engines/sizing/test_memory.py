@@ -340,6 +340,22 @@ def test_vllm_has_copies_of_experts_that_lie_transposed() -> None:
     assert own("gpt_oss") == 4 * 2 * 3 * 128 * 8 * 32
 
 
+def test_models_that_see_keep_features_of_images_on_gpus() -> None:
+    """Actor and reference have 256 MiB each, one of adapters none. Controls: a CPU, text, an encoder that looks anew."""
+    images: dict[str, Any] = {"data": {"images": "pictures"}}
+    part, anew = "features of images", {"model": {"train_encoder": True}}
+    seeing = _rank(1, roles=("actor", "reference"))
+    assert _phase("update of the actor", seeing, **images)[part] == 2 * 256 * 1024**2
+    for rank, sections in ((_rank(1), {}), (seeing, {"actor": {"lora": {"rank": 4, "alpha": 8}}})):
+        assert _phase("update of the actor", rank, **images, **sections)[part] == 256 * 1024**2
+    without = (
+        _phase("update of the actor", _rank(1, "cpu"), **images),
+        _phase("update of the actor", seeing),
+        _phase("update of the actor", seeing, **images, **anew),
+    )
+    assert all(part not in parts for parts in without)
+
+
 @pytest.mark.parametrize(("count", "width"), [(255, 1), (256, 2)])
 def test_experts_of_the_rollout_are_kept_for_each_token_of_its_cache(count: int, width: int) -> None:
     """Of two layers and two experts of a token. Controls: experts of the actor's own, and a cache of another size."""
