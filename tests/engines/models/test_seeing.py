@@ -16,14 +16,17 @@ import pytest
 import torch
 
 from penstock.base.ragged import Ragged
-from penstock.configs.sections.trainer import LoraConfig
+from penstock.configs.sections.trainer import LoraConfig, SftConfig
 from penstock.data.images import ImageFolder
 from penstock.engines.batches.images import NUMBERS, with_images
 from penstock.engines.batches.packing import Rows, pack
+from penstock.engines.commands.finetuning import ModelToTrain
 from penstock.engines.kernels.lm_head import Head, Reference
 from penstock.engines.models.loading import load_causal_lm
 from penstock.engines.models.models import PackedCritic, PackedPolicy
 from penstock.engines.models.seeing import sight_of
+from penstock.engines.ranks.finetuning import _settings
+from penstock.engines.ranks.models import RankModels
 from penstock.engines.weights.lora import adapted_layers, attach, merged_state
 from tests.engines.seeing import (
     PROMPTS,
@@ -188,6 +191,15 @@ def test_a_row_of_text_is_as_in_a_file_without_images(model: Path, seen: Seen) -
     text = Rows(seen.prompts, seen.responses, seen.rows().mask, {})
     with torch.no_grad():
         assert torch.allclose(_logprobs(policy, text, [row]), _logprobs(policy, seen.rows(), [row]), atol=1e-6)
+
+
+def test_the_warm_up_trains_an_encoder_that_learns(model: Path) -> None:
+    """As a rank loads the model for it. Control: one that rests."""
+    for learns in (True, False):
+        models = RankModels(0, 1, CPU)
+        asked = ModelToTrain(str(model), "float32", SftConfig().model_dump(mode="json"), 0, train_encoder=learns)
+        lm = models.causal_lm(asked.folder, _settings(models, asked))
+        assert {value.requires_grad for name, value in lm.named_parameters() if "visual" in name} == {learns}
 
 
 def test_deeper_levels_may_come_in_one_piece(model: Path, seen: Seen) -> None:

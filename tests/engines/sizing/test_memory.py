@@ -341,7 +341,7 @@ def test_vllm_has_copies_of_experts_that_lie_transposed() -> None:
 
 
 def test_models_that_see_keep_features_of_images_on_gpus() -> None:
-    """Actor and reference have 256 MiB each, one of adapters none. Controls: a CPU, text, an encoder that looks anew."""
+    """Actor and reference have 256 MiB each, one of adapters none. Controls: a CPU, text, an encoder that learns."""
     images: dict[str, Any] = {"data": {"images": "pictures"}}
     part, anew = "features of images", {"model": {"train_encoder": True}}
     seeing = _rank(1, roles=("actor", "reference"))
