@@ -32,9 +32,9 @@ from penstock.engines.families.attention import (
     needs_flex,
     of_other_device,
 )
-from penstock.engines.families.images import NO_IMAGES_ON_GPUS, sees
+from penstock.engines.families.images import IMAGES_ON_GPUS, NO_IMAGES_ON_GPUS, sees
 from penstock.engines.families.longest_row import longest_row
-from penstock.engines.families.routing import NO_REPLAY_ON_GPUS, REPLAYED
+from penstock.engines.families.routing import NO_REPLAY_ON_GPUS, REPLAY_ON_GPUS, REPLAYED
 from penstock.engines.families.served import cpu_head_sizes
 from penstock.engines.families.shape import (
     ModelShape,
@@ -60,7 +60,7 @@ def check_model(config: TrainConfig, scores: bool = False, pairs: bool = False) 
         UserError: none is configured, or the folder is no model.
     """
     check_optimizers(config)
-    if config.data.image_column is not None and visible_gpus():
+    if config.data.image_column is not None and visible_gpus() and not IMAGES_ON_GPUS:
         raise UserError(*NO_IMAGES_ON_GPUS)
     if config.model.tiny is not None:
         check_attention(config)
@@ -313,7 +313,7 @@ def check_routing(config: TrainConfig) -> None:
             f"actor.routing=replay: routes of '{model_type}' cannot be replayed, but those of {', '.join(REPLAYED)}",
             "remove it",
         )
-    if visible_gpus():
+    if visible_gpus() and not REPLAY_ON_GPUS:
         raise UserError(*NO_REPLAY_ON_GPUS)
 
 

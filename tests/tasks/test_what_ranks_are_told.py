@@ -400,6 +400,16 @@ def test_of_the_model_to_train(key: str, value: Any, training_with: MakeTraining
     assert at(group.told, place) == value
 
 
+def test_of_an_encoder_that_learns_in_the_warm_up(training_with: MakeTraining) -> None:
+    """Control: one that rests."""
+    for learns in (True, False):
+        sections = {"sft": {}, "data": {"images": "pictures"}, "model": {"train_encoder": learns}}
+        training = training_with(config_from_mapping(sections, "test"))
+        group = listening(training)
+        begin_supervised.fn(training, "folder")
+        assert group.told["model"]["train_encoder"] is learns
+
+
 @pytest.mark.parametrize(("logits", "told"), [(True, False), (False, True)])
 def test_of_logits_that_are_kept(logits: bool, told: bool, training_with: MakeTraining) -> None:
     """As decided for this machine. Control: a model of which nothing was decided keeps none."""

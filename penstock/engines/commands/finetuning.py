@@ -26,6 +26,7 @@ class ModelToTrain:
     keep_logits: bool = False  # of a micro-batch, for the backward pass
     code: dict[str, str] | None = None  # that the folder is trusted to bring
     attention: str = "auto"
+    train_encoder: bool = False  # of images, too
 
     @property
     def of_model(self) -> dict[str, Any]:
@@ -36,6 +37,7 @@ class ModelToTrain:
             "trust_remote_code": self.code is not None,
             "code": self.code,
             "attention": self.attention,
+            "train_encoder": self.train_encoder,
         }
 
 

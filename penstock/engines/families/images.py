@@ -12,8 +12,9 @@ from typing import Any
 
 from penstock.engines.families.table import family_of
 
+IMAGES_ON_GPUS = False  # whether a whole training has been seen there; until then one is refused
 NO_IMAGES_ON_GPUS = (
-    "rows with images are trained on CPUs alone so far: on GPUs nobody has compared trainer and vLLM",
+    "rows with images are trained on CPUs alone so far: on GPUs nobody has seen a whole training",
     "hide the GPUs (CUDA_VISIBLE_DEVICES=), or leave the images out",
 )
 

@@ -74,13 +74,18 @@ class Sight:
         given = (to_device(array, device) for array in (np.concatenate(pixels), np.asarray(grids)))
         found = self._lm.get_image_features(*given)
         levels = [found.pooler_output, *(getattr(found, "deepstack_features", None) or [])]
-        return torch.stack([torch.cat([*of_images]) for of_images in levels])
+        return torch.stack([_together(of_images) for of_images in levels])
 
     def _with_no_image(self, embedded_NH: torch.Tensor) -> torch.Tensor:
         """Give a trained encoder gradients of zero: ranks sum theirs up, and another rank's tokens may have images."""
         if not self._trained or not torch.is_grad_enabled():
             return embedded_NH
         return embedded_NH + 0 * torch.stack([weight.view(-1)[0] for weight in self._trained]).sum()
+
+
+def _together(of_images: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a level's features one image after the other: transformers 5.17 has them so, 5.19 image by image."""
+    return of_images if isinstance(of_images, torch.Tensor) else torch.cat([*of_images])
 
 
 def sight_of(lm: Any, folder: ImageFolder | None) -> Sight | None:

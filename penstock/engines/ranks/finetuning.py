@@ -58,7 +58,8 @@ REMEDY = "look for odd rows in the data, or lower the learning rate, and begin a
 
 def _settings(models: RankModels, asked: ModelToTrain) -> SftConfig:
     """Give the rank what it needs to know of the configuration; return the model's section."""
-    models.configure(TrainConfig.model_validate({"model": asked.of_model, "seed": asked.seed}))
+    data = {"images": "images"} if asked.train_encoder else {}  # rows have some, else there is nothing to train
+    models.configure(TrainConfig.model_validate({"model": asked.of_model, "data": data, "seed": asked.seed}))
     return SftConfig.model_validate(asked.trainer)
 
 

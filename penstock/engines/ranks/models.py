@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from penstock.base.errors import UserError
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.trainer import ActorConfig, TrainerConfig
 from penstock.data.images import ImageFolder
@@ -24,7 +23,6 @@ from penstock.engines.batches.shares import ALONE, RankSet
 from penstock.engines.commands.finetuning import Step
 from penstock.engines.commands.rollout import PartialResults
 from penstock.engines.families.attention import needs_flex
-from penstock.engines.families.images import NO_IMAGES_ON_GPUS
 from penstock.engines.families.shape import ModelShape, read_settings
 from penstock.engines.kernels.attention_kernel import choose_attention
 from penstock.engines.kernels.lm_head import Head
@@ -70,7 +68,6 @@ class RankModels:
         reference_refreshed: the reference is no longer the starting model.
         reference_head: language head of a reference in another group (penstock/engines/ranks/reference.py).
         images: that rows name.
-        images_on_gpus: whether they may be seen on a GPU, as a benchmark may that shows whether they can.
         tell: takes what the newest command tells ahead of its reply.
         usage: what the newest command did: tokens, FLOPs, seconds of collectives.
         host_activations: of the trained models whose blocks keep their inputs in host memory.
@@ -98,7 +95,6 @@ class RankModels:
     reference_refreshed: bool = False
     reference_head: Head | None = None
     images: ImageFolder | None = None
-    images_on_gpus: bool = False
     tell: Callable[[PartialResults | Step], None] = _unheard
     usage: dict[str, float] = field(default_factory=dict)
     host_activations: list[HostActivations] = field(default_factory=list)
@@ -113,16 +109,9 @@ class RankModels:
         self.config = config
 
     def see(self, images: str | None, folder: str) -> None:
-        """Open the images that rows name, if there are any; `folder` is that of the model.
-
-        Raises:
-            UserError: this rank has a GPU, on which nobody has compared trainer and vLLM.
-        """
-        if images is None:
-            return
-        if self.device.type != "cpu" and not self.images_on_gpus:
-            raise UserError(*NO_IMAGES_ON_GPUS)
-        self.images = ImageFolder(Path(images), folder)
+        """Open the images that rows name, if there are any; `folder` is that of the model."""
+        if images is not None:
+            self.images = ImageFolder(Path(images), folder)
 
     @property
     def dtype(self) -> torch.dtype:

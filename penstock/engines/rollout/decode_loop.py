@@ -175,6 +175,8 @@ class DecodeLoop:
             self._generations.remove(generation)
             self._ended.append(generation)
             self._give_up(generation)
+            if self._capture is not None:
+                self._capture.finish_copies()
 
     def weights_changed(self, version: int) -> None:
         """Go on with the weights of another policy version.

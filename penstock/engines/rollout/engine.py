@@ -145,14 +145,17 @@ class Generator:
                 images=demand.max_prompt_tokens if sees(settings) else 0,
                 states=bool(shape.family.mixers),
             )
-            with kept_as_it_is(type(lm.base_model)) as serve:
+            experts = 0 if shape.experts is None else shape.experts.count
+            self.capture = RouteCapture(experts) if demand.routes else None
+            listen = None if self.capture is None else self.capture.listen
+            with kept_as_it_is(type(lm.base_model)) as serve, versions.before_graphs(listen, self.cuda):
                 self.llm = _start(served, settings, arguments)
                 self.model = versions.vllm_model(self.llm)
                 serve(self.model)
         together = begin_together(self.max_sequences) if self.cuda else 1
         coasting = let_sequences_coast(versions.scheduler(self.llm), together)
-        experts = 0 if shape.experts is None else shape.experts.count
-        self.capture = RouteCapture(self.llm, experts) if demand.routes else None
+        if self.capture is not None:
+            self.capture.follow(self.llm)
         self.loop = DecodeLoop(self.llm, coasting, config.keeps_kv_cache, self.capture)
         self.binding = bound[-1]
         self.images, self.looks_anew = served.images, served.encoder_learns
@@ -276,10 +279,11 @@ class Generator:
     def sleep(self) -> None:
         """Give the KV cache's memory to training, if it is awake. Shared weights are outside vLLM's pool and stay.
 
-        Copies are dropped where this group can make them again, and wait in the host's memory elsewhere.
+        Copies are dropped where this group can make them again, and wait in the host's memory elsewhere, as they do of
+        a model that sees: beside its weights vLLM keeps positions and images' deeper levels, which it would lose.
         """
         if self.sleeps and not self.asleep:
-            self.dropped = self.own_reshard is not None and bool(self.binding.copied)
+            self.dropped = self.own_reshard is not None and bool(self.binding.copied) and self.images is None
             free = torch.cuda.mem_get_info()[0]
             self.llm.sleep(level=2 if self.dropped else 1)
             self.unmapped = torch.cuda.mem_get_info()[0] - free

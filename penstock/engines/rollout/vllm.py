@@ -11,7 +11,8 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -444,13 +445,44 @@ def cached_prompt_tokens(output: Any) -> int:
     return 0 if output.prefill_stats is None else int(output.prefill_stats.num_cached_tokens)
 
 
-def routers(llm: Any) -> list[Any]:
-    """Return the routers of an in-process vLLM engine's mixture of experts, in the order of its layers.
+@contextmanager
+def before_graphs(prepare: Callable[[torch.nn.Module, int], None] | None, cuda: bool) -> Iterator[None]:
+    """Let an in-process vLLM engine that starts within this call `prepare` before it captures its CUDA graphs.
+
+    A graph repeats the kernels that were launched while it was captured, at the same addresses.
+
+    Args:
+        prepare: gets vLLM's model and the slots of its KV cache, which is there by then; None: nothing to prepare.
+    """
+    if prepare is None:
+        yield
+        return
+    if cuda:
+        from vllm.v1.worker.gpu_worker import Worker as kind
+    else:
+        from vllm.v1.worker.cpu_worker import CPUWorker as kind
+    worker_class: Any = kind
+    own = worker_class.compile_or_warm_up_model
+
+    def prepared(worker: Any) -> Any:
+        cache = worker.model_runner.kv_cache_config
+        prepare(worker.get_model(), cache.num_blocks * cache.kv_cache_groups[0].kv_cache_spec.block_size)
+        return own(worker)
+
+    worker_class.compile_or_warm_up_model = prepared
+    try:
+        yield
+    finally:
+        worker_class.compile_or_warm_up_model = own
+
+
+def routers(model: torch.nn.Module) -> list[Any]:
+    """Return the routers of the mixture of experts that a vLLM engine serves, in the order of its layers.
 
     Raises:
         RuntimeError: they cannot be heard in this version.
     """
-    found = [module.router for module in vllm_model(llm).modules() if hasattr(module, "router")]
+    found: list[Any] = [module.router for module in model.modules() if hasattr(module, "router")]
     if not found or not all(hasattr(router, "set_capture_fn") for router in found):
         import vllm
 
@@ -458,13 +490,16 @@ def routers(llm: Any) -> list[Any]:
     return found
 
 
-def slots_of_step() -> torch.Tensor:
-    """Return, within a pass of vLLM's model, the slot of the KV cache that each of its tokens has; -1: of none."""
+def slots_of_step() -> torch.Tensor | None:
+    """Return, within a pass of vLLM's model, the slot of the KV cache that each of its tokens has; -1: of none.
+
+    On a GPU it is at the same address in every pass. None: vLLM tries its model out, without a cache.
+    """
     from vllm.forward_context import get_forward_context
 
     context: Any = get_forward_context()
-    slots: torch.Tensor = next(iter(context.slot_mapping.values()))  # the same for all layers that keep all keys
-    return slots
+    of_layers: Iterator[torch.Tensor] = iter(context.slot_mapping.values())
+    return next(of_layers, None)  # the same for all layers that keep all keys
 
 
 def kv_slots(llm: Any) -> int | None:

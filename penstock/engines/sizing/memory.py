@@ -52,6 +52,8 @@ LIVE_PARAMETERS = 1_000_000_000  # that ZeRO-3 holds gathered
 SUB_GROUP = 1_000_000_000  # elements that ZeRO-3 steps at a time
 GRADIENT = 4  # bytes: gradients are summed up in float32
 KV_BLOCK = 128  # tokens; vLLM hands out whole blocks
+FEATURES = 256 << 20  # that a model keeps of images at most (penstock/engines/models/seeing.py)
+MOST_IN_A_BYTE = 255  # experts of a layer (penstock/engines/rollout/routing/capture.py)
 USEFUL_SEQUENCES = 16  # with room for fewer at a time a rollout takes too long to be worth it
 ROOM_TO_STAY = 0.92  # share of free memory that an estimate may fill with a KV cache that stays; gaps need the rest
 SCORED_TOKENS = 16384  # of a reward model's micro-batch
@@ -338,6 +340,12 @@ def _rest(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig])
         parts["reference head"] = rank.width * rank.shapes["actor"].vocabulary * rank.shapes["actor"].hidden_size
     if "rollout" in rank.shapes and _stays(config):
         parts["KV cache"] = kv_cache_bytes(config, rank)
+    if rank.device == "cuda" and config.data.image_column is not None and not config.model.train_encoder:
+        models = {"actor", "critic", "reference"} & rank.shapes.keys()
+        models -= {"reference"} if reference_is_base(config, rank.shapes) else set()
+        parts["features of images"] = FEATURES * len(models)
+    if "rollout" in rank.shapes and config.actor.replays:
+        parts["experts of the rollout"] = _route_bytes(config, rank)
     if "rollout" in rank.shapes:
         shape, shared = rank.shapes["rollout"], reshard_strategy(config) == "shared"
         own = shape.merged_parameters(config.actor.lora) if shared else shape.parameters
@@ -517,12 +525,40 @@ def kv_cache_bytes(config: TrainConfig, rank: Rank) -> int:
     """
     if config.rollout.kv_cache_gib:
         return int(config.rollout.kv_cache_gib * GIB)
-    shape, parallel = rank.shapes["rollout"], config.rollout.tensor_parallel
-    length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    blocks = -(-length // KV_BLOCK) * KV_BLOCK
-    most = max_sequences(config.rollout, (rank.rollout_ranks or rank.ranks) // parallel)
+    most = _sequences(config, rank)
     wanted = most + 1 if rank.device == "cuda" and _stays(config) else min(USEFUL_SEQUENCES, most)
-    return shape.kv_numbers(parallel) * rank.width * blocks * wanted
+    return _kv_bytes_of_token(config, rank) * _kv_tokens(config) * wanted
+
+
+def _route_bytes(config: TrainConfig, rank: Rank) -> int:
+    """Return what a rollout engine keeps of the experts of each token of its KV cache, also while that is away.
+
+    A cache that comes and goes is at most what all sequences need.
+    """
+    experts = rank.shapes["rollout"].experts
+    if experts is None:
+        return 0
+    tokens = _kv_tokens(config) * (_sequences(config, rank) + 1)
+    if config.rollout.kv_cache_gib:
+        tokens = int(config.rollout.kv_cache_gib * GIB) // _kv_bytes_of_token(config, rank)
+    width = 1 if experts.count <= MOST_IN_A_BYTE else 2
+    return tokens * rank.shapes["rollout"].mixtures * experts.chosen * width
+
+
+def _sequences(config: TrainConfig, rank: Rank) -> int:
+    """Return how many sequences a rollout engine decodes at a time."""
+    ranks = rank.rollout_ranks or rank.ranks
+    return max_sequences(config.rollout, ranks // config.rollout.tensor_parallel)
+
+
+def _kv_tokens(config: TrainConfig) -> int:
+    """Return the tokens of the blocks that a sequence at full length has."""
+    length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return -(-length // KV_BLOCK) * KV_BLOCK
+
+
+def _kv_bytes_of_token(config: TrainConfig, rank: Rank) -> int:
+    return rank.shapes["rollout"].kv_numbers(config.rollout.tensor_parallel) * rank.width
 
 
 def _with_allowances(parts: Parts, config: TrainConfig, rank: Rank) -> Parts:

@@ -66,7 +66,14 @@ def model_to_train(training: Training, dtype: str, seed: int, model_folder: str)
     session = training.session()
     trainer, model = session.engine_config()["sft"], session.config.model
     return ModelToTrain(
-        model_folder, dtype, trainer, seed, session.keeps_logits("sft"), model.code, attention=model.attention
+        model_folder,
+        dtype,
+        trainer,
+        seed,
+        session.keeps_logits("sft"),
+        model.code,
+        attention=model.attention,
+        train_encoder=model.train_encoder,
     )
 
 

@@ -90,7 +90,7 @@ def test_shards_that_round_corrections_are_refused(
 
 
 def test_replay_needs_a_mixture_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Controls: a mixture, and routes of the actor's own."""
+    """Controls: a mixture, routes of the actor's own, and a GPU once it has been seen there."""
     monkeypatch.setattr(checks, "visible_gpus", lambda: [])
     dense, mixture = (str(write_family(name, tmp_path / name)) for name in ("Qwen 3", "Qwen 3 MoE"))
     check_routing(config(model={"path": mixture}))
@@ -100,6 +100,9 @@ def test_replay_needs_a_mixture_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Mon
             check_routing(config(model=model))
     monkeypatch.setattr(checks, "visible_gpus", lambda: [0])
     check_routing(config("own", model={"path": mixture}))
+    monkeypatch.setattr(checks, "REPLAY_ON_GPUS", True)
+    check_routing(config(model={"path": mixture}))
+    monkeypatch.setattr(checks, "REPLAY_ON_GPUS", False)
     with pytest.raises(UserError, match="actor.routing=replay records the rollout's experts on CPUs only"):
         check_routing(config(model={"path": mixture}))
 

@@ -6,23 +6,26 @@ In float32, on tiny models of Qwen2.5-VL's and of Qwen3-VL's shape. The library 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
-from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
-from penstock.configs.sections.trainer import LoraConfig
+from penstock.configs.sections.trainer import LoraConfig, SftConfig
 from penstock.data.images import ImageFolder
-from penstock.engines.batches.images import with_images
+from penstock.engines.batches.images import NUMBERS, with_images
 from penstock.engines.batches.packing import Rows, pack
+from penstock.engines.commands.finetuning import ModelToTrain
 from penstock.engines.kernels.lm_head import Head, Reference
 from penstock.engines.models.loading import load_causal_lm
 from penstock.engines.models.models import PackedCritic, PackedPolicy
 from penstock.engines.models.seeing import sight_of
+from penstock.engines.ranks.finetuning import _settings
 from penstock.engines.ranks.models import RankModels
 from penstock.engines.weights.lora import adapted_layers, attach, merged_state
 from tests.engines.seeing import (
@@ -190,13 +193,34 @@ def test_a_row_of_text_is_as_in_a_file_without_images(model: Path, seen: Seen) -
         assert torch.allclose(_logprobs(policy, text, [row]), _logprobs(policy, seen.rows(), [row]), atol=1e-6)
 
 
-def test_only_a_benchmark_sees_on_a_gpu(model: Path, tmp_path: Path) -> None:
-    """A rank of a training refuses images there; the control is the benchmark's, which shows whether it could."""
-    ranks = [RankModels(0, 1, torch.device("cuda"), images_on_gpus=allowed) for allowed in (False, True)]
-    with pytest.raises(UserError, match="on CPUs alone"):
-        ranks[0].see(str(tmp_path), str(model))
-    ranks[1].see(str(tmp_path), str(model))
-    assert ranks[1].images is not None
+def test_the_warm_up_trains_an_encoder_that_learns(model: Path) -> None:
+    """As a rank loads the model for it. Control: one that rests."""
+    for learns in (True, False):
+        models = RankModels(0, 1, CPU)
+        asked = ModelToTrain(str(model), "float32", SftConfig().model_dump(mode="json"), 0, train_encoder=learns)
+        lm = models.causal_lm(asked.folder, _settings(models, asked))
+        assert {value.requires_grad for name, value in lm.named_parameters() if "visual" in name} == {learns}
+
+
+def test_deeper_levels_may_come_in_one_piece(model: Path, seen: Seen) -> None:
+    """As transformers 5.17 has them: 5.19 has them image by image. Control: with tokens in another order."""
+    sight = sight_of(load_causal_lm(model, torch.float32, False).base_model, seen.folder)
+    assert sight is not None
+    digests = seen.images.values_T.reshape(-1, NUMBERS)[:, 0].tolist()
+    wanted_LFH, apart = sight._looked_at(digests), sight._lm.get_image_features
+
+    def in_one(*given: torch.Tensor, swapped: bool = False) -> Any:
+        found = apart(*given)
+        if levels := getattr(found, "deepstack_features", None):
+            found.deepstack_features = [torch.cat([*of_images]) for of_images in levels]
+        if swapped:
+            found.pooler_output = torch.cat([*found.pooler_output]).roll(1, 0)
+        return found
+
+    with patch.object(sight._lm, "get_image_features", in_one):
+        assert torch.equal(sight._looked_at(digests), wanted_LFH)
+    with patch.object(sight._lm, "get_image_features", partial(in_one, swapped=True)):
+        assert not torch.equal(sight._looked_at(digests), wanted_LFH)
 
 
 def test_an_image_that_reaches_beyond_its_prompt_is_noticed(seen: Seen) -> None:

@@ -340,6 +340,39 @@ def test_vllm_has_copies_of_experts_that_lie_transposed() -> None:
     assert own("gpt_oss") == 4 * 2 * 3 * 128 * 8 * 32
 
 
+def test_models_that_see_keep_features_of_images_on_gpus() -> None:
+    """Actor and reference have 256 MiB each, one of adapters none. Controls: a CPU, text, an encoder that learns."""
+    images: dict[str, Any] = {"data": {"images": "pictures"}}
+    part, anew = "features of images", {"model": {"train_encoder": True}}
+    seeing = _rank(1, roles=("actor", "reference"))
+    assert _phase("update of the actor", seeing, **images)[part] == 2 * 256 * 1024**2
+    for rank, sections in ((_rank(1), {}), (seeing, {"actor": {"lora": {"rank": 4, "alpha": 8}}})):
+        assert _phase("update of the actor", rank, **images, **sections)[part] == 256 * 1024**2
+    without = (
+        _phase("update of the actor", _rank(1, "cpu"), **images),
+        _phase("update of the actor", seeing),
+        _phase("update of the actor", seeing, **images, **anew),
+    )
+    assert all(part not in parts for parts in without)
+
+
+@pytest.mark.parametrize(("count", "width"), [(255, 1), (256, 2)])
+def test_experts_of_the_rollout_are_kept_for_each_token_of_its_cache(count: int, width: int) -> None:
+    """Of two layers and two experts of a token. Controls: experts of the actor's own, and a cache of another size."""
+    mixture = replace(MILLION, model_type="mixtral", experts=ExpertSizes(count=count, chosen=2, inner=32))
+    rank = replace(_rank(1), shapes={"actor": mixture, "rollout": mixture})
+    sections: dict[str, Any] = {
+        "data": {"max_prompt_tokens": 100},
+        "rollout": {"max_response_tokens": 100, "max_sequences": 40},
+    }
+    part = "experts of the rollout"
+    assert part not in _phase("rollout", rank, **sections)
+    assert _phase("rollout", rank, actor={"routing": "replay"}, **sections)[part] == 41 * 256 * 2 * 2 * width
+    sections["rollout"]["kv_cache_gib"] = 1.0
+    kept = _phase("rollout", rank, actor={"routing": "replay"}, **sections)[part]
+    assert kept == GIB // (2 * 2 * 2 * 32 * 2) * 2 * 2 * width
+
+
 def test_a_schedule_counts_with_its_largest_budget() -> None:
     """The estimate is of the whole run, not of its first iteration."""
     first, later, largest = (

@@ -98,7 +98,7 @@ def _distinct(column: Ragged) -> int:
 def test_a_resume_goes_on_with_the_encoder(
     prefect_harness: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two iterations and two more end in the bits of four; control: the encoder has moved in between."""
+    """Two iterations and two more end in the bits of four; controls: it has moved in between, and in the warm-up."""
     monkeypatch.chdir(ROOT)
     settings = ("model.train_encoder=true", "checkpoint.every=2")
     whole = _trained(tmp_path / "whole", "iterations=4", *settings)
@@ -108,3 +108,5 @@ def test_a_resume_goes_on_with_the_encoder(
     once, again = (load_file(run.model("final") / "model.safetensors") for run in (whole, halves))
     assert all(torch.equal(value, again[name]) for name, value in once.items())
     assert all(not torch.equal(value, halfway[name]) for name, value in once.items() if "visual" in name)
+    first, warm = (load_file(whole.model(name) / "model.safetensors") for name in ("initial", "sft"))
+    assert all(not torch.equal(value, warm[name]) for name, value in first.items() if "visual" in name)
