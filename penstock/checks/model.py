@@ -190,10 +190,13 @@ def check_served_images(folder: Path) -> None:
         )
 
 
-def check_model_folder(folder: Path, key: str, scores: bool = False, code: Code | None = None) -> None:
+def check_model_folder(
+    folder: Path, key: str, scores: bool = False, code: Code | None = None, states_on_gpus: bool = False
+) -> None:
     """Check that `folder` looks like a Hugging Face model folder, of a model that packed training runs rightly.
 
     `scores`: it is, or becomes, a reward model, which has no language head. `code`: of models, that is trusted.
+    `states_on_gpus`: layers may carry a state there, as for a benchmark that shows whether they can.
 
     Raises:
         UserError: it does not exist, a file is missing or damaged, or see `penstock.engines.families.architecture`.
@@ -224,7 +227,7 @@ def check_model_folder(folder: Path, key: str, scores: bool = False, code: Code 
     check_own_class(folder, key, scores)
     settings = read_settings(folder)
     check_architecture(settings, weight_shapes(folder), f"{key}: {folder}", head=not scores)
-    check_kernel(folder, key, settings)
+    check_kernel(folder, key, settings, states_on_gpus)
 
 
 def check_optimizers(config: TrainConfig) -> None:
@@ -492,7 +495,7 @@ def check_longest_row(config: TrainConfig, settings: Mapping[str, Any]) -> None:
         )
 
 
-def check_kernel(folder: Path, key: str, settings: Mapping[str, Any]) -> None:
+def check_kernel(folder: Path, key: str, settings: Mapping[str, Any], states_on_gpus: bool = False) -> None:
     """Check that there is a kernel for the model's layers: on a GPU there is none for caps, sinks, latents and states.
 
     Raises:
@@ -505,7 +508,7 @@ def check_kernel(folder: Path, key: str, settings: Mapping[str, Any]) -> None:
         raise unpackable(where, on_cpus_alone(family.no_gpu_kernel))
     if any(settings.get(name) is not None for name in family.score_caps):
         raise unpackable(where, CAPPED_ON_GPU)
-    if family.mixers:
+    if family.mixers and not states_on_gpus:
         raise unpackable(where, STATE_ON_GPU)
 
 

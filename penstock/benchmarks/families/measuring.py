@@ -10,7 +10,7 @@ mean difference of log-probs:
 - `stale`: the control, vLLM's before the update with the actor's after it.
 
 A model that sees images has one in each prompt, on GPUs as well, where trainings with images are refused so far: this
-is what shows whether they could be.
+is what shows whether they could be. So are those with layers that carry a state from token to token.
 
 Anyone can run it on a folder of a model of their own, small enough for one device. Left out: speed, and how well a
 model learns.
@@ -162,7 +162,7 @@ def measure_folder(folder: Path, work: Path) -> dict[str, Any]:
     by = "vLLM" if has_own_class(settings) else "Transformers in vLLM"
     described = {"model_type": settings["model_type"], "served_by": by}
     try:
-        check_model_folder(folder, "it")
+        check_model_folder(folder, "it", states_on_gpus=True)
         check_served(settings, weight_shapes(folder), "it")
         with _ranks(work) as group:
             figures = _Model(group, folder, work).measured()

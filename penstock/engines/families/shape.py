@@ -16,9 +16,19 @@ from typing import Any
 
 from penstock.configs.sections.trainer import LoraConfig
 from penstock.engines.families.images import of_decoder
+from penstock.engines.families.states import (
+    ConvolutionSizes,
+    DeltaSizes,
+    MambaSizes,
+    StateSizes,
+    cache_bytes,
+    convolution_sizes,
+    mamba_sizes,
+)
 from penstock.engines.families.table import WINDOWED, Family, Linear, family_of
 
 SHARED_GATE = "shared_expert_gate"  # what weighs the MLP beside experts
+KV_BLOCK = 128  # tokens; vLLM hands out whole blocks, and its CPU blocks are the largest
 
 
 @dataclass(frozen=True)
@@ -57,42 +67,6 @@ class LatentSizes:
 
 
 @dataclass(frozen=True)
-class DeltaSizes:
-    """Sizes of gated delta nets, which most layers of a model have in place of attention (arXiv 2412.06464).
-
-    The queries of its other layers have a gate of their size beside them.
-
-    Attributes:
-        layers: that have one.
-        key_heads, value_heads: of queries and keys, and of values, each of which has a state.
-        key, value: sizes of a head: a state is a matrix of keys by values.
-        taps: tokens that the convolution before it sees.
-    """
-
-    layers: int
-    key_heads: int
-    value_heads: int
-    key: int
-    value: int
-    taps: int
-
-    @property
-    def keys(self) -> int:
-        """Numbers of all keys, and of all queries, as a token makes them."""
-        return self.key_heads * self.key
-
-    @property
-    def values(self) -> int:
-        """Numbers of all values."""
-        return self.value_heads * self.value
-
-    @property
-    def channels(self) -> int:
-        """Numbers of a token that the convolution sees: queries, keys and values."""
-        return 2 * self.keys + self.values
-
-
-@dataclass(frozen=True)
 class ModelShape:
     """Sizes of a decoder-only transformer with a gated MLP or experts in each layer."""
 
@@ -115,6 +89,15 @@ class ModelShape:
     encoder_learns: bool = False
     latent: LatentSizes | None = None
     delta: DeltaSizes | None = None
+    mamba: MambaSizes | None = None
+    convolution: ConvolutionSizes | None = None
+    without_attention: int = 0  # layers with something else in its place
+    without_mlp: int = 0  # layers with neither an MLP nor experts behind what mixes tokens
+
+    @property
+    def states(self) -> StateSizes | None:
+        """Sizes of its layers that carry a state, if it has such."""
+        return self.delta or self.mamba or self.convolution
 
     @property
     def family(self) -> Family:
@@ -160,7 +143,7 @@ class ModelShape:
     @property
     def attention_layers(self) -> int:
         """Layers with attention."""
-        return self.layers - (0 if self.delta is None else self.delta.layers)
+        return self.layers - self.without_attention
 
     def _mlp(self, inner: int) -> dict[str, tuple[int, int]]:
         up, down = self.family.gate_up, self.family.down
@@ -271,6 +254,13 @@ class ModelShape:
         """
         return 2 * self.attention_layers * max(1, self.kv_heads // tensor_parallel) * self.head_size
 
+    def kv_cache_bytes(self, sequences: int, length: int, width: int, tensor_parallel: int, cuda: bool) -> int:
+        """Bytes of a KV cache with room for so many whole sequences; of states, where there are any, on a GPU alone."""
+        if self.states is not None and cuda:
+            per_token = 2 * self.kv_heads * self.head_size * width
+            return cache_bytes(self.states, self.attention_layers, per_token, width, length, sequences)
+        return self.kv_numbers(tensor_parallel) * width * (-(-length // KV_BLOCK) * KV_BLOCK) * sequences
+
     @property
     def explained(self) -> bool:
         """Whether the sizes explain the parameters within 3 %: adapters, or layers that differ, are something else."""
@@ -309,7 +299,8 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
     config = of_decoder(config)
     weights = _loaded(config, weights)
     heads, model_type = config["num_attention_heads"], config.get("model_type", "")
-    latent = _latent(config, family_of(model_type))
+    family, latent = family_of(model_type), _latent(config, family_of(model_type))
+    attention = sum(name.endswith(".q_proj.weight") for name in weights) if family.mixers else _layers(config)
     windowed_layers, query_norm = _windowed_layers(config), f".{family_of(model_type).query_norm}.weight"
     return ModelShape(
         parameters=sum(prod(shape) for shape in weights.values()),
@@ -327,6 +318,9 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
         model_type=model_type,
         latent=latent,
         delta=_delta(config, family_of(model_type), weights),
+        mamba=mamba_sizes(config, weights) if family.mixers else None,
+        convolution=convolution_sizes(config, weights) if family.mixers else None,
+        without_attention=_layers(config) - attention,
         encoder=_encoder(family_of(model_type), weights),
         **_experts(config, family_of(model_type), weights),
     )

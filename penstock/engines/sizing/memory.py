@@ -51,7 +51,6 @@ BUCKETS = {"cuda": 2, "cpu": 1}
 LIVE_PARAMETERS = 1_000_000_000  # that ZeRO-3 holds gathered
 SUB_GROUP = 1_000_000_000  # elements that ZeRO-3 steps at a time
 GRADIENT = 4  # bytes: gradients are summed up in float32
-KV_BLOCK = 128  # tokens; vLLM hands out whole blocks
 USEFUL_SEQUENCES = 16  # with room for fewer at a time a rollout takes too long to be worth it
 ROOM_TO_STAY = 0.92  # share of free memory that an estimate may fill with a KV cache that stays; gaps need the rest
 SCORED_TOKENS = 16384  # of a reward model's micro-batch
@@ -519,10 +518,9 @@ def kv_cache_bytes(config: TrainConfig, rank: Rank) -> int:
         return int(config.rollout.kv_cache_gib * GIB)
     shape, parallel = rank.shapes["rollout"], config.rollout.tensor_parallel
     length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    blocks = -(-length // KV_BLOCK) * KV_BLOCK
     most = max_sequences(config.rollout, (rank.rollout_ranks or rank.ranks) // parallel)
     wanted = most + 1 if rank.device == "cuda" and _stays(config) else min(USEFUL_SEQUENCES, most)
-    return shape.kv_numbers(parallel) * rank.width * blocks * wanted
+    return shape.kv_cache_bytes(wanted, length, rank.width, parallel, rank.device == "cuda")
 
 
 def _with_allowances(parts: Parts, config: TrainConfig, rank: Rank) -> Parts:
