@@ -92,7 +92,6 @@ class ModelShape:
     mamba: MambaSizes | None = None
     convolution: ConvolutionSizes | None = None
     without_attention: int = 0  # layers with something else in its place
-    without_mlp: int = 0  # layers with neither an MLP nor experts behind what mixes tokens
 
     @property
     def states(self) -> StateSizes | None:
@@ -108,22 +107,36 @@ class ModelShape:
     def matrices(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of the matrices of one layer by the names of their linear layers; of a mixture attention's.
 
-        Of a model with delta nets a layer with attention; those of the others are `delta_matrices`.
+        Of a model whose layers carry a state a layer with attention, with that beside it where it is; those of the
+        others are `state_matrices`.
         """
-        return {**self._attention, **({} if self.experts else self._mlp(self.intermediate_size))}
+        beside = {} if self.without_attention or self.mamba is None else self._state
+        return {**self._attention, **beside, **({} if self.experts or self.family.apart else self._gated_mlp)}
 
     @property
-    def delta_matrices(self) -> dict[str, tuple[int, int]]:
-        """Likewise of a layer with a gated delta net in place of attention."""
-        if (delta := self.delta) is None:
+    def state_matrices(self) -> dict[str, tuple[int, int]]:
+        """Likewise of a layer that carries a state in place of attention."""
+        if self.states is None or not self.without_attention:
             return {}
-        (mixed, gates, out), hidden = self.family.delta_net, self.hidden_size
-        return {
-            **_parts(mixed, [delta.channels, delta.values], hidden),
-            **_parts(gates, [delta.value_heads, delta.value_heads], hidden),
-            **_parts(out, [hidden], delta.values),
-            **({} if self.experts else self._mlp(self.intermediate_size)),
-        }
+        return {**self._state, **({} if self.experts or self.family.apart else self._gated_mlp)}
+
+    @property
+    def _gated_mlp(self) -> dict[str, tuple[int, int]]:
+        return self._mlp(self.intermediate_size)
+
+    @property
+    def _state(self) -> dict[str, tuple[int, int]]:
+        hidden = self.hidden_size
+        if (delta := self.delta) is not None:
+            mixed, gates, out = self.family.delta_net
+            return {
+                **_parts(mixed, [delta.channels, delta.values], hidden),
+                **_parts(gates, [delta.value_heads, delta.value_heads], hidden),
+                **_parts(out, [hidden], delta.values),
+            }
+        if (mamba := self.mamba) is not None:
+            return {"in_proj": (mamba.inner + mamba.channels + mamba.heads, hidden), "out_proj": (hidden, mamba.inner)}
+        return {"in_proj": (3 * hidden, hidden), "out_proj": (hidden, hidden)}
 
     @property
     def kinds(self) -> list[tuple[int, dict[str, tuple[int, int]]]]:
@@ -132,8 +145,12 @@ class ModelShape:
         Of a mixture MLPs are kinds of their own: those beside experts, and those in place of experts.
         """
         kinds = [(self.attention_layers, self.matrices)]
-        if self.delta is not None:
-            kinds.append((self.delta.layers, self.delta_matrices))
+        if self.states is not None and self.without_attention:
+            kinds.append((self.states.layers, self.state_matrices))
+        if self.states is not None and self.family.apart:
+            (up,), (down,), inner = self.family.gate_up.parts, self.family.down.parts, self.intermediate_size
+            mlp = {up: (inner, self.hidden_size), down: (self.hidden_size, inner)}
+            kinds.append((self.without_attention - self.states.layers, mlp))
         if (experts := self.experts) is None:
             return kinds
         gate = {SHARED_GATE: (1, self.hidden_size)} if experts.shared_gate else {}
@@ -191,7 +208,7 @@ class ModelShape:
 
     def _matrices_with(self, experts: int) -> int:
         named = sum(layers * rows * columns for layers, kind in self.kinds for rows, columns in kind.values())
-        named += 0 if self.delta is None else self.delta.layers * self.delta.channels * self.delta.taps
+        named += 0 if (states := self.states) is None else states.layers * states.channels * states.taps
         if self.experts is None:
             return named
         return named + self.mixtures * self.hidden_size * (3 * experts * self.experts.inner + self.experts.count)
@@ -265,7 +282,7 @@ class ModelShape:
     def explained(self) -> bool:
         """Whether the sizes explain the parameters within 3 %: adapters, or layers that differ, are something else."""
         embedding = self.vocabulary * self.hidden_size
-        known = self.delta is not None or not self.family.mixers
+        known = self.states is not None or not self.family.mixers
         return known and any(
             abs((self.parameters - self.encoder) / (self.block_matrices + count * embedding) - 1) < 0.03
             for count in (1, 2)
@@ -306,7 +323,7 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
         parameters=sum(prod(shape) for shape in weights.values()),
         layers=_layers(config),
         hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
+        intermediate_size=_inner(family, weights) or config["intermediate_size"],
         heads=heads,
         kv_heads=config.get("num_key_value_heads", heads),
         head_size=_head_size(config, heads) if latent is None else config["qk_nope_head_dim"] + latent.rotary,
@@ -337,6 +354,13 @@ def _loaded(config: Mapping[str, Any], weights: Mapping[str, Sequence[int]]) -> 
     found = {name: behind.match(name) for name in weights}
     none = {name for name, match in found.items() if match and int(match[1] or _layers(config)) >= _layers(config)}
     return {name: shape for name, shape in weights.items() if name not in none}
+
+
+def _inner(family: Family, weights: Mapping[str, Sequence[int]]) -> int:
+    """Return the inner size of the MLPs of a model with states, which not all configurations give; 0: of another."""
+    ends = f".{family.down.parts[0]}.weight"
+    sizes = (shape[1] for name, shape in weights.items() if name.endswith(ends) and ".shared_expert." not in name)
+    return next(sizes, 0) if family.mixers and not family.experts else 0
 
 
 def _head_size(config: Mapping[str, Any], heads: int) -> int:

@@ -25,6 +25,7 @@ class DeltaSizes:
         key_heads, value_heads: of queries and keys, and of values, each of which has a state.
         key, value: sizes of a head: a state is a matrix of keys by values.
         taps: tokens that the convolution before it sees.
+        chunk: tokens that the library computes together.
     """
 
     layers: int
@@ -33,6 +34,7 @@ class DeltaSizes:
     key: int
     value: int
     taps: int
+    chunk: int = 64
 
     @property
     def keys(self) -> int:
@@ -106,6 +108,7 @@ class ConvolutionSizes:
     channels: int
     taps: int
     state: int = 0  # beside its last inputs it keeps none
+    chunk: int = 1
 
 
 StateSizes = DeltaSizes | MambaSizes | ConvolutionSizes

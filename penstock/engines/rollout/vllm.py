@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional
 
 from penstock.base.importing import importing
+from penstock.engines.families.served import DECODERS
 from penstock.engines.kernels.delta_nets import write_delta_nets_out
 
 
@@ -246,7 +247,7 @@ def serve_decoders_of_qwen35(architectures: Sequence[str]) -> None:
     """
     from vllm import ModelRegistry
 
-    for name in set(architectures).intersection(DECODERS).difference(ModelRegistry.models):
+    for name in set(architectures).intersection(DECODERS.values()).difference(ModelRegistry.models):
         from vllm.model_executor.models import interfaces, qwen3_5
 
         decoder: Any = getattr(qwen3_5, name)
@@ -257,7 +258,6 @@ def serve_decoders_of_qwen35(architectures: Sequence[str]) -> None:
         ModelRegistry.register_model(name, type(decoder)(name, bases, {**told, **positions}))
 
 
-DECODERS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 STATES_TOLD = (  # what vLLM asks a class with states: their dtypes and shapes, and how they are copied
     "get_mamba_state_dtype_from_config",
     "get_mamba_state_shape_from_config",

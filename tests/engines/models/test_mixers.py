@@ -6,7 +6,9 @@ Rows of two prompts, two of each, of different lengths: what they share is compu
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partialmethod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from penstock.engines.batches.shares import RankSet
 from penstock.engines.families.table import family_of
 from penstock.engines.kernels import mixers
 from penstock.engines.models.loading import load_causal_lm
-from penstock.engines.models.models import PackedPolicy
+from penstock.engines.models.models import PackedPolicy, compile_blocks
 from tests.engines.rows import random_rows
 from tests.engines.unpacked import load_unpacked, row_logprobs
 
@@ -86,6 +88,36 @@ def test_branches_of_a_response_carry_the_state_of_what_they_share(folder: Path)
     assert batch.branched == 66 + 70 and len(batch.tokens_N) == int(rows.lengths_B.sum()) - 2 * 4 - batch.branched
     expected_T, _ = _library(folder, rows, gradients=False)
     torch.testing.assert_close(_policy(folder)(batch, 1.0)[0], expected_T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_blocks_share_compiled_code_whatever_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight blocks of two kinds, rows of other lengths each time: three pieces, since a mixer parts its block in two.
+
+    With the numbers of blocks that are not compiled. Control: at first there is none.
+    """
+    graphs: list[torch.fx.GraphModule] = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    kind, settings = FAMILIES["Qwen 3.5"]
+    deep = {**settings, "num_hidden_layers": 8, "layer_types": settings["layer_types"] * 4}
+    monkeypatch.setitem(FAMILIES, "Qwen 3.5", (kind, deep))
+    folder = write_family("Qwen 3.5", tmp_path)
+    plain, compiled = _policy(folder, checkpointing=True), _policy(folder, checkpointing=True)
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=count))
+    compile_blocks(compiled.lm)
+    torch._dynamo.reset()
+    found = []
+    for seed in range(3):
+        batch = pack(random_rows(5, seed=seed), list(range(5)), CPU)
+        logprobs_T, expected_T = compiled(batch, 1.0)[0], plain(batch, 1.0)[0]
+        torch.testing.assert_close(logprobs_T, expected_T, rtol=1e-5, atol=1e-5)
+        logprobs_T.mean().backward()
+        found.append(len(graphs))
+    assert found == [3, 3, 3]
 
 
 @torch.no_grad()
