@@ -253,9 +253,9 @@ def serve_decoders_of_qwen35(architectures: Sequence[str]) -> None:
         decoder: Any = getattr(qwen3_5, name)
         whole: Any = qwen3_5.Qwen3_5ForConditionalGeneration
         told = {method: vars(whole)[method] for method in STATES_TOLD if method in vars(whole)}
-        positions = {"get_mrope_input_positions": _positions_of_text}
+        own = {"get_mrope_input_positions": _positions_of_text, "__module__": __name__}
         bases = (decoder, interfaces.IsHybrid, interfaces.SupportsMRoPE)
-        ModelRegistry.register_model(name, type(decoder)(name, bases, {**told, **positions}))
+        ModelRegistry.register_model(name, type(decoder)(name, bases, {**told, **own}))
 
 
 STATES_TOLD = (  # what vLLM asks a class with states: their dtypes and shapes, and how they are copied
