@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
+
+from packaging.version import Version
 
 from penstock.base.errors import UserError
 from penstock.base.model_code import Code
@@ -44,11 +47,13 @@ from penstock.engines.families.shape import (
     read_shape,
     weight_shapes,
 )
-from penstock.engines.families.table import family_of
+from penstock.engines.families.table import MAMBA, Family, family_of
 from penstock.engines.families.tiny import tiny_shape
 from penstock.engines.groups.machine import gpu_name, is_hopper, visible_gpus
 from penstock.engines.groups.placement import reshard_strategy
 from penstock.engines.sizing.memory import weight_width
+
+SCAN_BY_PRODUCTS = Version("5.18")  # of the Transformers library
 
 
 def check_model(config: TrainConfig, scores: bool = False, pairs: bool = False) -> None:
@@ -535,8 +540,23 @@ def check_kernel(folder: Path, key: str, settings: Mapping[str, Any], compares: 
     family, where = family_of(settings.get("model_type", "")), f"{key}: {folder}"
     if (why := family.flex_alone or needs_flex(settings)) and not (FLEX_COMPARED or compares):
         raise unpackable(where, f"{why}, {NOT_COMPARED}")
-    if family.mixers:
+    if family.mixers and not compares:
+        check_scan(where, family)
         raise unpackable(where, STATE_ON_GPU)
+
+
+def check_scan(where: str, family: Family) -> None:
+    """Check that the library computes Mamba 2 by products: older ones write out each pair of tokens for all of a state.
+
+    Raises:
+        UserError: it does not, and a GPU has no memory for that.
+    """
+    if family.stacked == MAMBA and Version(version("transformers")) < SCAN_BY_PRODUCTS:
+        raise UserError(
+            f"{where} has layers of Mamba 2, for which transformers {version('transformers')} needs a number of each "
+            "state for each pair of tokens in a chunk",
+            f"install transformers {SCAN_BY_PRODUCTS} or newer",
+        )
 
 
 def check_corrections(config: TrainConfig, settings: Mapping[str, Any]) -> None:

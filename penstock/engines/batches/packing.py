@@ -28,6 +28,7 @@ import torch
 from penstock.base.ragged import Ragged, offsets_of
 from penstock.engines.batches.images import ImageTokens, PackedImages, with_images
 from penstock.engines.batches.paths import Paths, paths_of
+from penstock.engines.batches.row_groups import RowGroups, group_rows
 from penstock.engines.batches.shares import ALONE, RankSet, cut
 from penstock.engines.batches.trees import Alike, Origins, alike_of, into, origins_of
 from penstock.state.experience import IMAGES, PATH_ENDS, PATHS, ROUTES, column_names, read_columns
@@ -82,9 +83,15 @@ class PackedLayout:
     sequences: int
     shared: SharedPrefixes | None  # None: every sequence's keys are its own tokens
     slots_K: torch.Tensor | None  # sequence x max_keys + position, for attention on CPU
+    keys_S: np.ndarray  # how many keys each has, on the host
     share: Share | None = None  # None: this rank computes the run alone
     # By sliding window, which keys tokens see: made by a GPU's kernel when it first asks (kernels/flex_attention.py).
     masks: dict[int | None, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @functools.cached_property
+    def row_groups(self) -> RowGroups:
+        """The sequences side by side, for layers that carry a state; made when the first of them asks."""
+        return group_rows(self.keys_S, functools.partial(to_device, device=self.cu_keys_S1.device))
 
 
 @dataclass(frozen=True)
@@ -418,6 +425,7 @@ def _layout(arranged: Arranged, whole: Ragged, at_R: np.ndarray, device: torch.d
         sequences=len(keys_S),
         shared=_shared(queries_S, before_S, start_S, at_R, device) if before_S.any() else None,
         slots_K=slots_K,
+        keys_S=keys_S,
     )
 
 

@@ -22,6 +22,10 @@ from penstock.base.errors import UserError
 from penstock.engines.families.architecture import REMEDY
 from penstock.engines.families.table import family_of
 
+DECODERS = {  # by the whole models that they are in: vLLM 0.26 has them, and its table does not name them
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
 TABLES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")  # vLLM's, from architecture to file and class that serve it
 
 
@@ -67,11 +71,15 @@ def has_own_class(settings: Mapping[str, Any]) -> bool:
 
 @cache
 def native_architectures() -> frozenset[str]:
-    """Return the architectures that the installed vLLM has classes for; none if there is no vLLM or no such table."""
+    """Return the architectures that the installed vLLM has classes for; none if there is no vLLM or no such table.
+
+    Decoders of Qwen3.5 it has with those of the whole model, where its table has these alone.
+    """
     found = set[str]()
     for node in _nodes("model_executor/models/registry.py"):
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and _name(node.targets[0]) in TABLES:
             found.update(str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
+    found.update(decoder for whole, decoder in DECODERS.items() if whole in found)
     return frozenset(found)
 
 

@@ -16,9 +16,19 @@ from typing import Any
 
 from penstock.configs.sections.trainer import LoraConfig
 from penstock.engines.families.images import of_decoder
+from penstock.engines.families.states import (
+    ConvolutionSizes,
+    DeltaSizes,
+    MambaSizes,
+    StateSizes,
+    cache_bytes,
+    convolution_sizes,
+    mamba_sizes,
+)
 from penstock.engines.families.table import WINDOWED, Family, Linear, family_of
 
 SHARED_GATE = "shared_expert_gate"  # what weighs the MLP beside experts
+KV_BLOCK = 128  # tokens; vLLM hands out whole blocks, and its CPU blocks are the largest
 
 
 @dataclass(frozen=True)
@@ -57,42 +67,6 @@ class LatentSizes:
 
 
 @dataclass(frozen=True)
-class DeltaSizes:
-    """Sizes of gated delta nets, which most layers of a model have in place of attention (arXiv 2412.06464).
-
-    The queries of its other layers have a gate of their size beside them.
-
-    Attributes:
-        layers: that have one.
-        key_heads, value_heads: of queries and keys, and of values, each of which has a state.
-        key, value: sizes of a head: a state is a matrix of keys by values.
-        taps: tokens that the convolution before it sees.
-    """
-
-    layers: int
-    key_heads: int
-    value_heads: int
-    key: int
-    value: int
-    taps: int
-
-    @property
-    def keys(self) -> int:
-        """Numbers of all keys, and of all queries, as a token makes them."""
-        return self.key_heads * self.key
-
-    @property
-    def values(self) -> int:
-        """Numbers of all values."""
-        return self.value_heads * self.value
-
-    @property
-    def channels(self) -> int:
-        """Numbers of a token that the convolution sees: queries, keys and values."""
-        return 2 * self.keys + self.values
-
-
-@dataclass(frozen=True)
 class ModelShape:
     """Sizes of a decoder-only transformer with a gated MLP or experts in each layer."""
 
@@ -115,6 +89,14 @@ class ModelShape:
     encoder_learns: bool = False
     latent: LatentSizes | None = None
     delta: DeltaSizes | None = None
+    mamba: MambaSizes | None = None
+    convolution: ConvolutionSizes | None = None
+    without_attention: int = 0  # layers with something else in its place
+
+    @property
+    def states(self) -> StateSizes | None:
+        """Sizes of its layers that carry a state, if it has such."""
+        return self.delta or self.mamba or self.convolution
 
     @property
     def family(self) -> Family:
@@ -125,22 +107,36 @@ class ModelShape:
     def matrices(self) -> dict[str, tuple[int, int]]:
         """Rows and columns of the matrices of one layer by the names of their linear layers; of a mixture attention's.
 
-        Of a model with delta nets a layer with attention; those of the others are `delta_matrices`.
+        Of a model whose layers carry a state a layer with attention, with that beside it where it is; those of the
+        others are `state_matrices`.
         """
-        return {**self._attention, **({} if self.experts else self._mlp(self.intermediate_size))}
+        beside = {} if self.without_attention or self.mamba is None else self._state
+        return {**self._attention, **beside, **({} if self.experts or self.family.apart else self._gated_mlp)}
 
     @property
-    def delta_matrices(self) -> dict[str, tuple[int, int]]:
-        """Likewise of a layer with a gated delta net in place of attention."""
-        if (delta := self.delta) is None:
+    def state_matrices(self) -> dict[str, tuple[int, int]]:
+        """Likewise of a layer that carries a state in place of attention."""
+        if self.states is None or not self.without_attention:
             return {}
-        (mixed, gates, out), hidden = self.family.delta_net, self.hidden_size
-        return {
-            **_parts(mixed, [delta.channels, delta.values], hidden),
-            **_parts(gates, [delta.value_heads, delta.value_heads], hidden),
-            **_parts(out, [hidden], delta.values),
-            **({} if self.experts else self._mlp(self.intermediate_size)),
-        }
+        return {**self._state, **({} if self.experts or self.family.apart else self._gated_mlp)}
+
+    @property
+    def _gated_mlp(self) -> dict[str, tuple[int, int]]:
+        return self._mlp(self.intermediate_size)
+
+    @property
+    def _state(self) -> dict[str, tuple[int, int]]:
+        hidden = self.hidden_size
+        if (delta := self.delta) is not None:
+            mixed, gates, out = self.family.delta_net
+            return {
+                **_parts(mixed, [delta.channels, delta.values], hidden),
+                **_parts(gates, [delta.value_heads, delta.value_heads], hidden),
+                **_parts(out, [hidden], delta.values),
+            }
+        if (mamba := self.mamba) is not None:
+            return {"in_proj": (mamba.inner + mamba.channels + mamba.heads, hidden), "out_proj": (hidden, mamba.inner)}
+        return {"in_proj": (3 * hidden, hidden), "out_proj": (hidden, hidden)}
 
     @property
     def kinds(self) -> list[tuple[int, dict[str, tuple[int, int]]]]:
@@ -149,8 +145,12 @@ class ModelShape:
         Of a mixture MLPs are kinds of their own: those beside experts, and those in place of experts.
         """
         kinds = [(self.attention_layers, self.matrices)]
-        if self.delta is not None:
-            kinds.append((self.delta.layers, self.delta_matrices))
+        if self.states is not None and self.without_attention:
+            kinds.append((self.states.layers, self.state_matrices))
+        if self.states is not None and self.family.apart:
+            (up,), (down,), inner = self.family.gate_up.parts, self.family.down.parts, self.intermediate_size
+            mlp = {up: (inner, self.hidden_size), down: (self.hidden_size, inner)}
+            kinds.append((self.without_attention - self.states.layers, mlp))
         if (experts := self.experts) is None:
             return kinds
         gate = {SHARED_GATE: (1, self.hidden_size)} if experts.shared_gate else {}
@@ -160,7 +160,7 @@ class ModelShape:
     @property
     def attention_layers(self) -> int:
         """Layers with attention."""
-        return self.layers - (0 if self.delta is None else self.delta.layers)
+        return self.layers - self.without_attention
 
     def _mlp(self, inner: int) -> dict[str, tuple[int, int]]:
         up, down = self.family.gate_up, self.family.down
@@ -208,7 +208,7 @@ class ModelShape:
 
     def _matrices_with(self, experts: int) -> int:
         named = sum(layers * rows * columns for layers, kind in self.kinds for rows, columns in kind.values())
-        named += 0 if self.delta is None else self.delta.layers * self.delta.channels * self.delta.taps
+        named += 0 if (states := self.states) is None else states.layers * states.channels * states.taps
         if self.experts is None:
             return named
         return named + self.mixtures * self.hidden_size * (3 * experts * self.experts.inner + self.experts.count)
@@ -271,11 +271,18 @@ class ModelShape:
         """
         return 2 * self.attention_layers * max(1, self.kv_heads // tensor_parallel) * self.head_size
 
+    def kv_cache_bytes(self, sequences: int, length: int, width: int, tensor_parallel: int, cuda: bool) -> int:
+        """Bytes of a KV cache with room for so many whole sequences; of states, where there are any, on a GPU alone."""
+        if self.states is not None and cuda:
+            per_token = 2 * self.kv_heads * self.head_size * width
+            return cache_bytes(self.states, self.attention_layers, per_token, width, length, sequences)
+        return self.kv_numbers(tensor_parallel) * width * (-(-length // KV_BLOCK) * KV_BLOCK) * sequences
+
     @property
     def explained(self) -> bool:
         """Whether the sizes explain the parameters within 3 %: adapters, or layers that differ, are something else."""
         embedding = self.vocabulary * self.hidden_size
-        known = self.delta is not None or not self.family.mixers
+        known = self.states is not None or not self.family.mixers
         return known and any(
             abs((self.parameters - self.encoder) / (self.block_matrices + count * embedding) - 1) < 0.03
             for count in (1, 2)
@@ -309,13 +316,14 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
     config = of_decoder(config)
     weights = _loaded(config, weights)
     heads, model_type = config["num_attention_heads"], config.get("model_type", "")
-    latent = _latent(config, family_of(model_type))
+    family, latent = family_of(model_type), _latent(config, family_of(model_type))
+    attention = sum(name.endswith(".q_proj.weight") for name in weights) if family.mixers else _layers(config)
     windowed_layers, query_norm = _windowed_layers(config), f".{family_of(model_type).query_norm}.weight"
     return ModelShape(
         parameters=sum(prod(shape) for shape in weights.values()),
         layers=_layers(config),
         hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
+        intermediate_size=_inner(family, weights) or config["intermediate_size"],
         heads=heads,
         kv_heads=config.get("num_key_value_heads", heads),
         head_size=_head_size(config, heads) if latent is None else config["qk_nope_head_dim"] + latent.rotary,
@@ -327,6 +335,9 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
         model_type=model_type,
         latent=latent,
         delta=_delta(config, family_of(model_type), weights),
+        mamba=mamba_sizes(config, weights) if family.mixers else None,
+        convolution=convolution_sizes(config, weights) if family.mixers else None,
+        without_attention=_layers(config) - attention,
         encoder=_encoder(family_of(model_type), weights),
         **_experts(config, family_of(model_type), weights),
     )
@@ -343,6 +354,13 @@ def _loaded(config: Mapping[str, Any], weights: Mapping[str, Sequence[int]]) -> 
     found = {name: behind.match(name) for name in weights}
     none = {name for name, match in found.items() if match and int(match[1] or _layers(config)) >= _layers(config)}
     return {name: shape for name, shape in weights.items() if name not in none}
+
+
+def _inner(family: Family, weights: Mapping[str, Sequence[int]]) -> int:
+    """Return the inner size of the MLPs of a model with states, which not all configurations give; 0: of another."""
+    ends = f".{family.down.parts[0]}.weight"
+    sizes = (shape[1] for name, shape in weights.items() if name.endswith(ends) and ".shared_expert." not in name)
+    return next(sizes, 0) if family.mixers and not family.experts else 0
 
 
 def _head_size(config: Mapping[str, Any], heads: int) -> int:

@@ -61,6 +61,7 @@ class Family:
         unheeded: settings of such layers that vLLM does not heed, with the one value of which it computes what the
             library does; others are refused.
         incomparable: what keeps all of the family from being trained, as a message says it; empty: nothing.
+        apart: whether a block has one norm, and behind it attention, such a layer or an MLP of two matrices.
         mixers: classes of such layers of which each row is computed by itself (penstock/engines/kernels/mixers.py).
         sink_weights: last parts of weights' names in attention with sinks.
         flex_alone: what its attention does that on a GPU FlexAttention alone computes (needs_flex in attention.py), but
@@ -109,6 +110,7 @@ class Family:
     state_weights: tuple[str, ...] = ("A_log", "conv", "conv1d")
     unheeded: tuple[tuple[str, Any], ...] = ()
     incomparable: str = ""
+    apart: bool = False
     mixers: tuple[str, ...] = ()
     sink_weights: tuple[str, ...] = ("sinks",)
     flex_alone: str = ""
@@ -302,6 +304,7 @@ FAMILIES: tuple[Family, ...] = (
         ("nemotron_h",),
         gate_up=Linear("up_proj", ("up_proj",)),
         state_weights=(),
+        apart=True,
         mixers=("NemotronHMamba2Mixer",),
         expert_settings=(),
         served_names=(("model.embeddings.", "model.embed_tokens."),),

@@ -8,7 +8,7 @@ A state is what vLLM allots to a sequence: the last inputs of the convolution, i
 rule's matrix, in float32, as keys by values of each head (arXiv 2412.06464). Suffixes: `_NC` tokens of a step x
 channels of the convolution (queries, keys and values), `_NV` tokens x value heads, `_NVD` and the size of a value;
 `_SCL` kept sequences x channels x inputs, `_SVKD` kept sequences x value heads x key x value.
-Left out: GPUs, and speculative decoding.
+Left out: GPUs, where vLLM's own kernels take bfloat16 and stay, and speculative decoding.
 """
 
 from __future__ import annotations

@@ -346,6 +346,8 @@ def engine_arguments(
         logprobs: whether log-probs of the tokens may be asked for.
         images: that a prompt may have at most; 0: the model sees none.
         states: whether layers carry a state from token to token: it is kept in float32, and none is kept of prefixes.
+            Prompts of gated delta nets are computed by vLLM's own kernel: FlashInfer's, which it would take on Hopper,
+            is compiled when it is first used, or not installed.
     """
     graphs = gpu is not None and config.cuda_graphs
     return {
@@ -368,7 +370,7 @@ def engine_arguments(
         "disable_log_stats": True,
         # vLLM keeps compiled code by its settings and the rank, but the code names the GPU: the same rank elsewhere,
         # which sees its GPU under another number, would load it in vain.
-        "additional_config": {"gpu": gpu},
+        "additional_config": {"gpu": gpu, **({"gdn_prefill_backend": "triton"} if states else {})},
         "seed": 0,
         **(versions.prepared_images(images) if images else {}),
         **({"mamba_ssm_cache_dtype": "float32"} if states else {}),
@@ -383,9 +385,7 @@ def kv_cache_bytes(
         return int(config.kv_cache_gib * GIB)
     if shape.family.mixers and not cuda:  # blocks are as large as a state, of which the sizes do not tell
         return min(CPU_KV_CACHE_LIMIT, psutil.virtual_memory().available // 4)
-    per_token = shape.kv_numbers(config.tensor_parallel) * dtype.itemsize
-    block = 128  # vLLM hands out whole blocks; its CPU blocks are the largest
-    needed = (sequences + 1) * (-(-max_length // block) * block) * per_token
+    needed = shape.kv_cache_bytes(sequences + 1, max_length, dtype.itemsize, config.tensor_parallel, cuda)
     if cuda:
         return min(needed, int(0.8 * torch.cuda.mem_get_info()[0]))
     return min(needed, CPU_KV_CACHE_LIMIT, psutil.virtual_memory().available // 4)

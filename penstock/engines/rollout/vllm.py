@@ -22,6 +22,7 @@ import torch
 from torch.nn import functional
 
 from penstock.base.importing import importing
+from penstock.engines.families.served import DECODERS
 from penstock.engines.kernels.delta_nets import write_delta_nets_out
 
 
@@ -159,6 +160,7 @@ def prepare_vllm(cuda: bool, architectures: Sequence[str]) -> None:
     if cuda:
         sample_tokens_in_one_pass()
         compile_no_routers()
+        serve_decoders_of_qwen35(architectures)
     else:
         keep_plain_linear_on_cpu()
         keep_plain_experts_on_cpu()
@@ -237,6 +239,36 @@ def compile_no_routers() -> None:
 
     replaced: Any = kernel_warmup
     replaced._warmup_ll_bf16_router_gemm = lambda: None  # what vLLM 0.26 calls; others have none
+
+
+def serve_decoders_of_qwen35(architectures: Sequence[str]) -> None:
+    """Let vLLM serve Qwen3.5 without its encoder of images, where its table has the two together alone, as in 0.26.
+
+    The decoder's class is there, and knows neither that its layers keep a state, of which the whole model's class tells
+    the sizes, nor positions in three dimensions, which are one and the same for text.
+    """
+    from vllm import ModelRegistry
+
+    for name in set(architectures).intersection(DECODERS.values()).difference(ModelRegistry.models):
+        from vllm.model_executor.models import interfaces, qwen3_5
+
+        decoder: Any = getattr(qwen3_5, name)
+        whole: Any = qwen3_5.Qwen3_5ForConditionalGeneration
+        told = {method: vars(whole)[method] for method in STATES_TOLD if method in vars(whole)}
+        own = {"get_mrope_input_positions": _positions_of_text, "__module__": __name__}
+        bases = (decoder, interfaces.IsHybrid, interfaces.SupportsMRoPE)
+        ModelRegistry.register_model(name, type(decoder)(name, bases, {**told, **own}))
+
+
+STATES_TOLD = (  # what vLLM asks a class with states: their dtypes and shapes, and how they are copied
+    "get_mamba_state_dtype_from_config",
+    "get_mamba_state_shape_from_config",
+    "get_mamba_state_copy_func",
+)
+
+
+def _positions_of_text(_: Any, input_tokens: list[int], *__: Any, **___: Any) -> tuple[torch.Tensor, int]:
+    return torch.arange(len(input_tokens)).expand(3, -1), 0
 
 
 def inspect_in_this_process(architectures: Sequence[str]) -> None:

@@ -3,22 +3,26 @@
 Each line says which tensor is kept and why autograd needs it. `tests/engines/sizing/test_activations.py` holds the
 table against what autograd really keeps, so a changed module shows there. The table is for decoders with RMSNorm,
 rotary embeddings and a gated MLP (Llama, Mistral, Qwen) or experts in grouped products (Mixtral, Qwen MoE), and with
-gated delta nets in place of attention (Qwen3-Next, Qwen3.5); `w` is the width of a weight in bytes. A layer of a
+layers that carry a state in place of attention or beside it: gated delta nets (Qwen3-Next, Qwen3.5), Mamba 2
+(Granite 4, Falcon-H1, Nemotron-H), short convolutions (LFM2). `w` is the width of a weight in bytes. A layer of a
 mixture that has an MLP in place of experts counts as the others do: such an MLP is about as wide as what a token meets
 of the experts.
+
+Layers that carry a state compute rows side by side, padded (penstock/engines/batches/row_groups.py), and as the
+transformers library does without other packages: its functions in PyTorch, since release 5.18 for Mamba 2. They are not
+compiled with their blocks.
 
 Left out: what lives only while one module runs; memory.py has an allowance for it. No torch here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.engines.families.shape import ModelShape
 
 FLOAT32 = 4
 INDEX = 8  # int64
-CHUNK = 64  # tokens of a row that the delta rule takes at a time, in the transformers library
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,7 @@ class MicroBatch:
     tokens: int
     responses: int  # how many of the tokens are response tokens
     keys: float = 1.0  # in attention, per token (`keys_per_token`)
+    padded: float = 1.0  # tokens that layers with a state compute for each key, padding among them
 
 
 def layer_table(shape: ModelShape, computation: Computation, keys: float = 1.0) -> list[Kept]:
@@ -100,8 +105,7 @@ def layer_table(shape: ModelShape, computation: Computation, keys: float = 1.0) 
 def delta_table(shape: ModelShape, computation: Computation, keys: float = 1.0) -> list[Kept]:
     """Return likewise what a block with a gated delta net keeps, as the transformers library computes it in chunks.
 
-    Of a row whose last chunk is not full it keeps as much as if that were, and of one that is shorter than the longest
-    of its micro-batch as much as of that: neither is counted, since a budget of tokens does not tell how many rows.
+    `keys`: that it computes per token of the micro-batch, padding among them.
     """
     assert shape.delta is not None
     w, hidden, heads = computation.width, shape.hidden_size, shape.delta.value_heads
@@ -113,10 +117,16 @@ def delta_table(shape: ModelShape, computation: Computation, keys: float = 1.0) 
         Kept("convolution", 2 * w * shape.delta.channels, "its input; its activation's"),
         Kept("strength and decay", (w + 6 * FLOAT32) * heads, "their activations; decays up to a token"),
         Kept("queries, keys and values", FLOAT32 * (3 * key + value + 2 * heads), "norms; products with the strength"),
-        Kept("pairs within a chunk", 5 * FLOAT32 * heads * CHUNK, "decays, both products, the system, its attention"),
+        Kept(
+            "pairs within a chunk",
+            5 * FLOAT32 * heads * shape.delta.chunk,
+            "decays, both products, the system, its attention",
+        ),
         Kept("products' input", (2 + copies) * FLOAT32 * key, "queries and keys by strength"),
         Kept("solved system", FLOAT32 * (key + value), "new values, and what they take from the state"),
-        Kept("states", FLOAT32 * heads * shape.delta.key * shape.delta.value // CHUNK, "one for each chunk"),
+        Kept(
+            "states", FLOAT32 * heads * shape.delta.key * shape.delta.value // shape.delta.chunk, "one for each chunk"
+        ),
         Kept("read and added", FLOAT32 * (2 * key + value), "products with the state"),
         Kept(
             "gated norm", (3 * FLOAT32 + 2 * w) * value + FLOAT32 * heads, "input, gate and activated gate; normalised"
@@ -129,6 +139,68 @@ def delta_table(shape: ModelShape, computation: Computation, keys: float = 1.0) 
         Kept("norms", 2 * (2 * FLOAT32 * hidden + FLOAT32), "input and normalised, in float32; one number per token"),
         *_mlp_table(inner, computation),
         *_expert_table(shape, computation),
+    ]
+
+
+def mamba_table(shape: ModelShape, computation: Computation, keys: float = 1.0) -> list[Kept]:
+    """Return likewise what Mamba 2 keeps in a block, without its norms and its MLP.
+
+    What chunks hand on to each other is counted for each, and not for each pair of them: that is little.
+    """
+    assert shape.mamba is not None
+    w, hidden, mamba = computation.width, shape.hidden_size, shape.mamba
+    inner, heads, channels = mamba.inner, mamba.heads, mamba.channels
+    copied = w < FLOAT32  # to float32
+    mixed = [
+        Kept("rows", 2 * w * hidden, "input of the projection, spread to whole rows"),
+        Kept("projected", w * (inner + channels + heads), "gate, the convolution's input and steps: one tensor"),
+        Kept("convolution", w * channels, "its activation's input"),
+        Kept("convolution's output", FLOAT32 * (inner if copied else channels), "its product with the steps"),
+        Kept("steps", 2 * w * heads + (1 + copied) * FLOAT32 * heads, "softplus, and bounds; products with them"),
+        Kept("skipped", FLOAT32 * inner, "its product with D"),
+        Kept("pairs within a chunk", 3 * FLOAT32 * heads * mamba.chunk, "decays, products, and both multiplied"),
+        Kept(
+            "read and written by", 5 * FLOAT32 * heads * mamba.size, "for each head: products, with decays and without"
+        ),
+        Kept(
+            "heads' numbers", 3 * FLOAT32 * inner, "products in a chunk and with the state; what is read of the state"
+        ),
+        Kept("decays", 2 * FLOAT32 * heads, "to the end of a chunk and from its beginning"),
+        Kept("states", 2 * FLOAT32 * mamba.state // mamba.chunk, "one for each chunk, at its end and before it"),
+        Kept(
+            "gated norm",
+            (4 + copied) * FLOAT32 * inner + FLOAT32 * mamba.groups,
+            "input, gate and activated gate, their product, normalised; one number per token and group",
+        ),
+        Kept("gated norm's output", w * inner, "input of out_proj"),
+    ]
+    return [Kept(kept.module, int(kept.bytes_per_token * keys), kept.reason) for kept in mixed]
+
+
+def convolution_table(shape: ModelShape, computation: Computation, keys: float = 1.0) -> list[Kept]:
+    """Return likewise what a gated short convolution keeps in a block, without its norms and its MLP."""
+    w, hidden = computation.width, shape.hidden_size
+    mixed = [
+        Kept("rows", 2 * w * hidden, "input of the projection, spread to whole rows"),
+        Kept("projected", 3 * w * hidden, "both gates and what they gate: one tensor"),
+        Kept("convolution", 2 * w * hidden, "its input; its output, for its product with the second gate"),
+        Kept("gated", w * hidden, "input of out_proj"),
+    ]
+    return [Kept(kept.module, int(kept.bytes_per_token * keys), kept.reason) for kept in mixed]
+
+
+def _norm_table(shape: ModelShape, w: int, count: int) -> list[Kept]:
+    """What so many norms before something else than attention keep per token."""
+    return [Kept("norms", count * ((FLOAT32 + w) * shape.hidden_size + FLOAT32), "input in float32, normalised, root")]
+
+
+def _behind_table(shape: ModelShape, computation: Computation) -> list[Kept]:
+    """What a block keeps besides its layer with a state: two norms, and an MLP."""
+    w = computation.width
+    return [
+        Kept("second norm's output", w * shape.hidden_size, "input of gate and up"),
+        *_norm_table(shape, w, 2),
+        *_mlp_table(shape.intermediate_size, computation),
     ]
 
 
@@ -229,22 +301,48 @@ def kept_bytes(shape: ModelShape, computation: Computation, micro_batch: MicroBa
         layers = min(INPUTS_AT_A_TIME, shape.layers) if computation.on_host else shape.layers
         blocks = layers * w * shape.hidden_size
     else:
-        blocks = sum(layers * total(table) for layers, table in _tables(shape, computation, micro_batch.keys))
+        tables = _tables(shape, computation, micro_batch.keys, micro_batch.padded)
+        blocks = sum(layers * total(table) for layers, table in tables)
     of_responses = micro_batch.responses * total(response_table(shape, w))
     return tokens * (blocks + total(model_table(shape, w))) + of_responses
 
 
-def _tables(shape: ModelShape, computation: Computation, keys: float) -> list[tuple[int, list[Kept]]]:
+def _tables(shape: ModelShape, computation: Computation, keys: float, padded: float) -> list[tuple[int, list[Kept]]]:
     """Return how many blocks there are of each kind, and what one keeps."""
-    tables = [(shape.attention_layers, layer_table(shape, computation, keys))]
+    attention, whole = layer_table(shape, computation, keys), keys * padded
     if shape.delta is not None:
-        tables.append((shape.delta.layers, delta_table(shape, computation, keys)))
-    return tables
+        return [(shape.attention_layers, attention), (shape.delta.layers, delta_table(shape, computation, whole))]
+    if (states := shape.mamba or shape.convolution) is None:
+        return [(shape.attention_layers, attention)]
+    mixed = (mamba_table if shape.mamba else convolution_table)(shape, computation, whole)
+    if not shape.without_attention:  # beside such a layer the compiler sees but parts of a block
+        parts = layer_table(shape, replace(computation, compiled=False), keys)
+        return [(shape.layers, [*parts, *mixed])]
+    if not shape.family.apart:
+        behind = _behind_table(shape, computation)
+        return [(shape.attention_layers, attention), (states.layers, [*mixed, *behind])]
+    return _tables_apart(shape, computation, keys, mixed)
 
 
-def fullest_block(shape: ModelShape, computation: Computation, keys: float = 1.0) -> int:
+def _tables_apart(
+    shape: ModelShape, computation: Computation, keys: float, mixed: list[Kept]
+) -> list[tuple[int, list[Kept]]]:
+    """Return them where a block has one norm, with its numbers in float32, and attention, Mamba 2 or an MLP."""
+    assert shape.mamba is not None
+    w, hidden = computation.width, shape.hidden_size
+    norm, read = _norm_table(shape, FLOAT32, 1), Kept("norm's output", w * hidden, "input of what is behind it")
+    attention = layer_table(replace(shape, intermediate_size=0), computation, keys)
+    activated = Kept("activated", 2 * w * shape.intermediate_size, "its square; input of down")
+    return [
+        (shape.attention_layers, [read, *norm, *(kept for kept in attention if not kept.module.startswith("norms'"))]),
+        (shape.mamba.layers, [*norm, *mixed]),
+        (shape.without_attention - shape.mamba.layers, [read, *norm, activated]),
+    ]
+
+
+def fullest_block(shape: ModelShape, computation: Computation, keys: float = 1.0, padded: float = 1.0) -> int:
     """Return the bytes per token of the block that keeps the most, without checkpointing."""
-    return max(total(table) for _, table in _tables(shape, computation, keys))
+    return max(total(table) for _, table in _tables(shape, computation, keys, padded))
 
 
 def in_flight_bytes(shape: ModelShape, computation: Computation, micro_batch: MicroBatch) -> int:
@@ -257,5 +355,6 @@ def in_flight_bytes(shape: ModelShape, computation: Computation, micro_batch: Mi
     if (experts := shape.experts) is not None:
         inner, copies = experts.chosen * experts.inner + experts.shared, 2 * experts.chosen
     gradients = computation.width * (4 * inner + copies * shape.hidden_size) + 3 * FLOAT32 * shape.hidden_size
-    again = fullest_block(shape, computation, micro_batch.keys) if computation.checkpointing else 0
+    fullest = fullest_block(shape, computation, micro_batch.keys, micro_batch.padded)
+    again = fullest if computation.checkpointing else 0
     return micro_batch.tokens * (gradients + again)

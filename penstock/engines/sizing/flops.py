@@ -8,7 +8,7 @@ blocks that a kernel computes in vain earn no credit. Differences to the usual "
 - the language head is counted for response tokens alone, since only those get logits;
 - a prompt is counted once for all its samples: its hidden states do not depend on what follows;
 - with LoRA, frozen matrices get no gradient of their own: they count once in the backward pass, not twice;
-- a gated delta net is counted by its recurrence, and its convolution as a matrix (Qwen3-Next, Qwen3.5);
+- layers that carry a state are counted by their recurrence, and convolutions before it as a matrix;
 - the embedding is a lookup, and norms, activations and rotary embeddings are no matrices: neither counts.
 
 Lengths are arrays with one entry per row (`_B`). Of experts those count that a token meets. Left out:
@@ -81,15 +81,15 @@ def attention_flops(shape: ModelShape, lengths_B: np.ndarray) -> float:
     return 2.0 * shape.heads * (shape.head_size + shape.value_size) * pairs
 
 
-def delta_flops(shape: ModelShape, tokens: float) -> float:
-    """Forward FLOPs of the gated delta rule: each state is read by a key, added to, and read by a query.
+def state_flops(shape: ModelShape, tokens: float) -> float:
+    """Forward FLOPs of recurrences: products of a state's size for a token, whatever a kernel computes in chunks.
 
-    That is the recurrence (arXiv 2412.06464), three products of a state's size for a token and head,
-    whatever a kernel computes in chunks.
+    A state of the gated delta rule is read by a key, added to, and read by a query (arXiv 2412.06464), one of Mamba 2
+    is added to and read (arXiv 2405.21060).
     """
-    if (delta := shape.delta) is None:
+    if (states := shape.states) is None:
         return 0.0
-    return 3 * 2.0 * delta.layers * delta.value_heads * delta.key * delta.value * tokens
+    return (3 if shape.delta is not None else 2) * 2.0 * states.layers * states.state * tokens
 
 
 def forward_flops(
@@ -158,7 +158,7 @@ def generation_flops(shape: ModelShape, prompt_B: np.ndarray, response_B: np.nda
 def _block_flops(shape: ModelShape, own_B: np.ndarray, shared_B: np.ndarray) -> float:
     """All blocks: of each row its own tokens, after those that it shares."""
     attention = attention_flops(shape, shared_B + own_B) - attention_flops(shape, shared_B)
-    return _matrix_flops(shape, own_B) + attention + delta_flops(shape, float(own_B.sum()))
+    return _matrix_flops(shape, own_B) + attention + state_flops(shape, float(own_B.sum()))
 
 
 def _own_responses(prompt_B: np.ndarray, response_B: np.ndarray, shared_B: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.run import Role
 from penstock.configs.sections.trainer import ActorConfig, SftConfig, TogetherConfig, TrainerConfig
 from penstock.configs.tree.schedule import largest
-from penstock.engines.families.shape import ModelShape
+from penstock.engines.families.shape import KV_BLOCK, ModelShape
 from penstock.engines.groups.placement import reference_is_base, reshard_strategy
 from penstock.engines.groups.slots import SLOTS
 from penstock.engines.rollout.batch_sizes import max_sequences
@@ -51,12 +51,13 @@ BUCKETS = {"cuda": 2, "cpu": 1}
 LIVE_PARAMETERS = 1_000_000_000  # that ZeRO-3 holds gathered
 SUB_GROUP = 1_000_000_000  # elements that ZeRO-3 steps at a time
 GRADIENT = 4  # bytes: gradients are summed up in float32
-KV_BLOCK = 128  # tokens; vLLM hands out whole blocks
 FEATURES = 256 << 20  # that a model keeps of images at most (penstock/engines/models/seeing.py)
 MOST_IN_A_BYTE = 255  # experts of a layer (penstock/engines/rollout/routing/capture.py)
 USEFUL_SEQUENCES = 16  # with room for fewer at a time a rollout takes too long to be worth it
 ROOM_TO_STAY = 0.92  # share of free memory that an estimate may fill with a KV cache that stays; gaps need the rest
 SCORED_TOKENS = 16384  # of a reward model's micro-batch
+# Tokens that layers with a state compute per token of rows, at most (penstock/engines/batches/row_groups.py).
+PADDED = 2.0
 
 PHASES = {"actor": "update of the actor", "critic": "update of the critic", "sft": "supervised warm-up"}
 
@@ -197,7 +198,7 @@ def _inputs_on_host(name: str, trainer: TrainerConfig, config: TrainConfig, rank
         return 0
     shape = _shape(name, rank)
     computation = _computation(trainer, rank, shape, Recomputed(activations=True, logits=True))
-    micro_batch = _share(trainer, shape, _largest_micro_batch(trainer, config))
+    micro_batch = _share(trainer, shape, _largest_micro_batch(trainer, config, shape))
     return shape.layers * locked(host_bytes(shape, computation, micro_batch) // shape.layers)
 
 
@@ -364,7 +365,7 @@ def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, 
     optimizer steps.
     """
     shape, stage = _shape(name, rank), trainer.zero_stage
-    micro_batch = _share(trainer, shape, _largest_micro_batch(trainer, config))
+    micro_batch = _share(trainer, shape, _largest_micro_batch(trainer, config, shape))
     computation = _computation(trainer, rank, shape, recomputed)
     trained = shape.trained_parameters(trainer.lora)
     gradients = GRADIENT * (trained // rank.ranks if stage >= 2 else trained - experts_elsewhere(trainer, shape))
@@ -429,22 +430,33 @@ def _head(
     return (LOGITS_CHUNKS[rank.device] - 1) * chunk + (chunk if recomputed.logits else logits) + gradient
 
 
-def _largest_micro_batch(trainer: TrainerConfig, config: TrainConfig) -> MicroBatch:
-    """Return the largest possible micro-batch: a row is never cut, so a row beyond the budget is one by itself."""
+def _largest_micro_batch(trainer: TrainerConfig, config: TrainConfig, shape: ModelShape | None = None) -> MicroBatch:
+    """Return the largest possible micro-batch: a row is never cut, so a row beyond the budget is one by itself.
+
+    `shape`: of the model, where it matters how its layers with a state pad rows.
+    """
     tokens = max(1, largest(trainer.budget))
     if isinstance(trainer, SftConfig):
         tokens = max(tokens, trainer.max_tokens)
-        return MicroBatch(tokens, responses=tokens)  # all of its tokens may be response tokens
+        padded = PADDED * _whole_chunks(shape, trainer.max_tokens)
+        return MicroBatch(tokens, responses=tokens, padded=padded)  # all of its tokens may be response tokens
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
     paths = 1 if config.environment is None else min(config.environment.max_paths, config.environment.max_turns)
+    chunks = _whole_chunks(shape, prompt + response)
     if prompt + response > tokens:
-        return MicroBatch(prompt + response, responses=response, keys=float(paths))
+        return MicroBatch(prompt + response, responses=response, keys=float(paths), padded=chunks)
     samples = config.rollout.samples
     responses = tokens * samples * response // (prompt + samples * response)
     keys = keys_per_token(prompt, response, samples)
     if paths > 1:  # each has the keys of all before it
         keys = max(keys, paths * (prompt + response) / tokens)
-    return MicroBatch(tokens, responses, keys)
+    return MicroBatch(tokens, responses, keys, PADDED * chunks)
+
+
+def _whole_chunks(shape: ModelShape | None, longest: int) -> float:
+    """Return what a row of so many tokens is padded to, as a multiple, where layers with a state take whole chunks."""
+    chunk = 1 if shape is None or shape.states is None else shape.states.chunk
+    return -(-longest // chunk) * chunk / longest
 
 
 def ranks_together(trainer: TrainerConfig) -> int:
@@ -508,8 +520,11 @@ def _forward(config: TrainConfig, rank: Rank) -> int:
     if "actor" in rank.shapes and config.trains:
         asked = -(-asked // config.actor.sequence_parallel)  # the reference follows the actor beside it
     tokens: dict[Role, int] = {"reference": asked, "reward": scored_tokens(config)}
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     return max(
-        count * fullest_block(rank.shapes[role], computation) for role, count in tokens.items() if role in rank.shapes
+        count * fullest_block(shape, computation, padded=PADDED * _whole_chunks(shape, longest))
+        for role, count in tokens.items()
+        if (shape := rank.shapes.get(role)) is not None
     )
 
 
@@ -525,9 +540,9 @@ def kv_cache_bytes(config: TrainConfig, rank: Rank) -> int:
     """
     if config.rollout.kv_cache_gib:
         return int(config.rollout.kv_cache_gib * GIB)
-    most = _sequences(config, rank)
+    shape, parallel, most = rank.shapes["rollout"], config.rollout.tensor_parallel, _sequences(config, rank)
     wanted = most + 1 if rank.device == "cuda" and _stays(config) else min(USEFUL_SEQUENCES, most)
-    return _kv_bytes_of_token(config, rank) * _kv_tokens(config) * wanted
+    return shape.kv_cache_bytes(wanted, _longest(config), rank.width, parallel, rank.device == "cuda")
 
 
 def _route_bytes(config: TrainConfig, rank: Rank) -> int:
@@ -538,9 +553,10 @@ def _route_bytes(config: TrainConfig, rank: Rank) -> int:
     experts = rank.shapes["rollout"].experts
     if experts is None:
         return 0
-    tokens = _kv_tokens(config) * (_sequences(config, rank) + 1)
+    tokens = -(-_longest(config) // KV_BLOCK) * KV_BLOCK * (_sequences(config, rank) + 1)
     if config.rollout.kv_cache_gib:
-        tokens = int(config.rollout.kv_cache_gib * GIB) // _kv_bytes_of_token(config, rank)
+        of_token = rank.shapes["rollout"].kv_numbers(config.rollout.tensor_parallel) * rank.width
+        tokens = int(config.rollout.kv_cache_gib * GIB) // of_token
     width = 1 if experts.count <= MOST_IN_A_BYTE else 2
     return tokens * rank.shapes["rollout"].mixtures * experts.chosen * width
 
@@ -551,14 +567,9 @@ def _sequences(config: TrainConfig, rank: Rank) -> int:
     return max_sequences(config.rollout, ranks // config.rollout.tensor_parallel)
 
 
-def _kv_tokens(config: TrainConfig) -> int:
-    """Return the tokens of the blocks that a sequence at full length has."""
-    length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    return -(-length // KV_BLOCK) * KV_BLOCK
-
-
-def _kv_bytes_of_token(config: TrainConfig, rank: Rank) -> int:
-    return rank.shapes["rollout"].kv_numbers(config.rollout.tensor_parallel) * rank.width
+def _longest(config: TrainConfig) -> int:
+    """Return the tokens of a sequence at full length."""
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
 def _with_allowances(parts: Parts, config: TrainConfig, rank: Rank) -> Parts:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.base.errors import UserError
-from penstock.benchmarks.workload.families import write_family
+from penstock.benchmarks.workload.families import FAMILIES, write_family
 from penstock.checks import model as checks
 from penstock.checks.model import check_model_folder, check_served_alone, check_states
 from penstock.checks.preferences import check_preferences
 from penstock.configs.preference import PairConfig, PreferenceConfig, RewardModelConfig
 from penstock.configs.schema import TrainConfig
 from penstock.engines.families.served import check_served
+from penstock.engines.families.table import family_of
 
 ROLLOUT_ELSEWHERE = {"a": {"roles": ["actor"], "gpus": [0]}, "b": {"roles": ["rollout"], "gpus": [1]}}
 
@@ -100,6 +102,20 @@ def test_gpus_and_vllm_alone_are_refused(folders: tuple[Path, Path], monkeypatch
     check_model_folder(without, "model.path")
     with pytest.raises(UserError, match="row by row on a CPU alone so far"):
         check_model_folder(with_state, "model.path")
+    check_model_folder(with_state, "it", compares=True)  # of a benchmark
+
+
+@pytest.mark.parametrize(("name", "refused"), [("Falcon-H1", True), ("LFM2", False), ("Qwen 3.5", False)])
+def test_a_library_that_writes_out_pairs_of_tokens_is_refused_for_mamba_2(
+    name: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Controls: a newer one, and layers of other kinds."""
+    family = family_of(FAMILIES[name][0])
+    monkeypatch.setattr(checks, "version", lambda _: "5.18.0")
+    checks.check_scan("it", family)
+    monkeypatch.setattr(checks, "version", lambda _: "5.17.0")
+    with pytest.raises(UserError, match=r"transformers 5\.17\.0 needs") if refused else nullcontext():
+        checks.check_scan("it", family)
 
 
 @pytest.mark.parametrize(

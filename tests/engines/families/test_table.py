@@ -231,7 +231,7 @@ def test_gated_delta_nets_are_counted_by_their_sizes(name: str, tmp_path: Path) 
         }
         for layer in lm.model.layers
     ]
-    assert own == [shape.delta_matrices, shape.matrices] and own[0] != own[1]
+    assert own == [shape.state_matrices, shape.matrices] and own[0] != own[1]
     assert shape.kinds[:2] == [(1, own[1]), (1, own[0])]
     lora = LoraConfig(targets=["q_proj", *(part for part in own[0] if part.startswith("in_proj_"))])
     attach(lm, lora, seed=0)

@@ -6,8 +6,9 @@ Rows of two prompts, two of each, of different lengths: what they share is compu
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,9 @@ from penstock.benchmarks.workload.families import FAMILIES, write_family
 from penstock.engines.batches.packing import Rows, pack
 from penstock.engines.batches.shares import RankSet
 from penstock.engines.families.table import family_of
+from penstock.engines.kernels import mixers
 from penstock.engines.models.loading import load_causal_lm
-from penstock.engines.models.models import PackedPolicy
+from penstock.engines.models.models import PackedPolicy, compile_blocks
 from tests.engines.rows import random_rows
 from tests.engines.unpacked import load_unpacked, row_logprobs
 
@@ -55,7 +57,7 @@ def _library(folder: Path, rows: Rows, gradients: bool = True) -> tuple[torch.Te
 def test_packed_rows_and_their_gradients_are_those_of_each_row_alone(folder: Path) -> None:
     """Two micro-batches, both forward before either goes backward: a block that runs again is in the one that it was.
 
-    Control: as one run, without the hooks that keep rows apart, log-probs are others.
+    Control: as one run, with the library's own classes, log-probs are others.
     """
     rows, policy = random_rows(4, samples=2), _policy(folder, checkpointing=True)
     expected_T, gradients = _library(folder, rows)
@@ -68,9 +70,9 @@ def test_packed_rows_and_their_gradients_are_those_of_each_row_alone(folder: Pat
     assert ours.keys() == gradients.keys()
     norm = torch.cat([value.flatten() for value in gradients.values()]).norm()
     assert torch.cat([(ours[name] - value).flatten() for name, value in gradients.items()]).norm() < 1e-5 * norm
-    for module in policy.lm.modules():
-        module._forward_pre_hooks.clear()
-        module._forward_hooks.clear()
+    for module in list(policy.lm.modules()):
+        if type(module).__module__ == mixers.__name__:
+            module.__class__ = type(module).__base__  # the library's own
     with torch.no_grad():
         as_one_T = torch.cat([policy(batch, 1.0)[0] for batch in batches])
     assert (as_one_T - expected_T).abs().max() > 1e-2
@@ -88,16 +90,57 @@ def test_branches_of_a_response_carry_the_state_of_what_they_share(folder: Path)
     torch.testing.assert_close(_policy(folder)(batch, 1.0)[0], expected_T, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_blocks_share_compiled_code_whatever_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight blocks of two kinds, rows of other lengths each time: three pieces, since a mixer parts its block in two.
+
+    With the numbers of blocks that are not compiled. Control: at first there is none.
+    """
+    graphs: list[torch.fx.GraphModule] = []
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    kind, settings = FAMILIES["Qwen 3.5"]
+    deep = {**settings, "num_hidden_layers": 8, "layer_types": settings["layer_types"] * 4}
+    monkeypatch.setitem(FAMILIES, "Qwen 3.5", (kind, deep))
+    folder = write_family("Qwen 3.5", tmp_path)
+    plain, compiled = _policy(folder, checkpointing=True), _policy(folder, checkpointing=True)
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=count))
+    compile_blocks(compiled.lm)
+    torch._dynamo.reset()
+    found = []
+    for seed in range(3):
+        batch = pack(random_rows(5, seed=seed), list(range(5)), CPU)
+        logprobs_T, expected_T = compiled(batch, 1.0)[0], plain(batch, 1.0)[0]
+        torch.testing.assert_close(logprobs_T, expected_T, rtol=1e-5, atol=1e-5)
+        logprobs_T.mean().backward()
+        found.append(len(graphs))
+    assert found == [3, 3, 3]
+
+
 @torch.no_grad()
-def test_runs_on_a_gpu_and_of_several_ranks_are_refused(folder: Path) -> None:
-    """By the layers themselves. Control: the same rows on one rank's CPU are computed."""
+def test_rows_of_other_lengths_are_padded_to_less_than_twice_their_chunks(folder: Path) -> None:
+    """One of 180 tokens beside short ones. Control: the groups, of which one alone would have six of 180."""
+    random = np.random.default_rng(3)
+    responses = [random.integers(2, 60, length).tolist() for length in (20, 170, 7, 31, 90, 12)]
+    rows = _rows([random.integers(2, 60, 10).tolist() for _ in responses], responses)
+    batch = pack(rows, list(range(6)), CPU)
+    groups = batch.layout.row_groups.groups
+    assert [(group.rows, group.longest) for group in groups] == [(4, 41), (1, 100), (1, 180)]
+    expected_T, _ = _library(folder, rows, gradients=False)
+    torch.testing.assert_close(_policy(folder)(batch, 1.0)[0], expected_T, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_runs_of_several_ranks_are_refused(folder: Path) -> None:
+    """By the layers themselves. Control: the same rows on one rank are computed."""
     batch, policy = pack(random_rows(2), [0, 1], CPU), _policy(folder)
     policy(batch, 1.0)
-    on_a_gpu = replace(batch, layout=replace(batch.layout, slots_K=None))
     in_shares = pack(random_rows(2), [0, 1], CPU, RankSet(2, 0, None))
-    for other, why in ((on_a_gpu, "on a CPU alone so far"), (in_shares, "of which ranks cannot compute parts")):
-        with pytest.raises(UserError, match=why):
-            policy.hidden(other)
+    with pytest.raises(UserError, match="of which ranks cannot compute parts"):
+        policy.hidden(in_shares)
 
 
 def _rows(prompts: list[list[int]], responses: list[list[int]]) -> Rows:

@@ -81,7 +81,7 @@ def test_attention_that_crosses_rows_would_show(folder_of: FolderOf) -> None:
     batch = pack(ROWS, EVERY, CPU)
     length = len(batch.tokens_N)
     whole = torch.tensor([0, length], dtype=torch.int32)
-    joined = PackedLayout(whole, whole, length, length, 1, None, torch.arange(length))
+    joined = PackedLayout(whole, whole, length, length, 1, None, torch.arange(length), np.array([length]))
     apart_T, _ = policy(batch, 1.0)
     joined_T, _ = policy(replace(batch, layout=joined), 1.0)
     first = int(ROWS.responses.lengths_B[0])

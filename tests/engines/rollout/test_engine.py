@@ -269,6 +269,18 @@ def test_an_engine_is_started_as_the_recipe_says() -> None:
     assert [started(0, tensor_parallel=ranks)["tensor_parallel_size"] for ranks in (1, 2)] == [1, 2]
 
 
+def test_an_engine_with_states_keeps_them_in_float32_and_needs_no_flashinfer() -> None:
+    """Nor does it keep prefixes. Control: another is left to vLLM."""
+
+    def started(states: bool) -> dict[str, Any]:
+        return engine_arguments(RolloutConfig(), 12, 99, GIB, gpu=0, sleeps=False, logprobs=False, states=states)
+
+    with_states, without = started(True), started(False)
+    assert with_states["mamba_ssm_cache_dtype"] == "float32" and not with_states["enable_prefix_caching"]
+    assert with_states["additional_config"] == {"gpu": 0, "gdn_prefill_backend": "triton"}
+    assert "mamba_ssm_cache_dtype" not in without and without["additional_config"] == {"gpu": 0}
+
+
 def test_compiled_code_of_another_gpu_is_another_engines() -> None:
     """vLLM finds compiled code by a hash of its settings. Control: of the same GPU it is the same."""
     from vllm.config import VllmConfig

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from penstock.engines.families.served import DECODERS
 from penstock.engines.rollout import vllm as versions
 
 
@@ -25,3 +28,29 @@ def test_vllm_starts_no_process_to_look_at_the_engines_model(
     registry.ModelRegistry._try_inspect_model_cls("Olmo2ForCausalLM")
     assert len(started) == asked
     assert "NobodysForCausalLM" not in registry.ModelRegistry.models
+
+
+@pytest.mark.parametrize("name", sorted(DECODERS.values()))
+def test_a_decoder_that_vllms_table_lacks_is_served(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in vLLM 0.26, whose decoder of Qwen3.5 tells of no state. Control: where the table has it, it stays."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models import interfaces
+
+    versions.take_resizing_from_pillow()
+    from vllm.model_executor.models import qwen3_5
+
+    known, models = ModelRegistry.models[name], dict(ModelRegistry.models)
+    monkeypatch.setattr(ModelRegistry, "models", models)
+    versions.serve_decoders_of_qwen35([name])
+    assert models[name] is known
+    del models[name]
+    decoder = type("Decoder", (torch.nn.Module, interfaces.HasInnerState), {})
+    monkeypatch.setattr(qwen3_5, name, decoder)
+    versions.serve_decoders_of_qwen35(["LlamaForCausalLM", name])
+    served: Any = models[name].load_model_cls()
+    assert issubclass(served, decoder) and interfaces.is_hybrid(served) and interfaces.supports_mrope(served)
+    whole: Any = qwen3_5.Qwen3_5ForConditionalGeneration
+    for told in versions.STATES_TOLD:
+        assert getattr(served, told).__func__ is getattr(whole, told).__func__
+    positions_3N, later = served().get_mrope_input_positions([5, 6, 7], [])
+    assert positions_3N.tolist() == [[0, 1, 2]] * 3 and later == 0

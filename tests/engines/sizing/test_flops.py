@@ -136,14 +136,23 @@ def test_a_token_meets_the_experts_that_are_chosen_for_it(family: str, tmp_path:
 
 
 @torch.no_grad()
-def test_a_gated_delta_net_is_counted_by_its_recurrence(tmp_path: Path) -> None:
-    """All else of a token after the first as PyTorch counts it: the library computes the recurrence without products.
-
-    Control: as if each layer had attention, it is another number.
-    """
-    write_family("Qwen 3.5", tmp_path)
+@pytest.mark.parametrize(
+    ("family", "apart", "channels", "taps"),
+    [  # FLOPs of recurrences that the library computes without products, numbers that its convolution sees, and tokens
+        ("Qwen 3.5", 4 * 3 * 2 * 32 * 32, 256, 4),  # four states of 32 x 32, three products of a vector with each
+        ("Granite 4 (Mamba 2)", 8 * 2 * 32 * 16, 288, 4),  # eight states of 32 x 16; it reads them by a product
+        ("Nemotron-H", 8 * 2 * 32 * 16, 320, 4),
+        ("Falcon-H1", 2 * 8 * 2 * 32 * 16, 2 * 320, 4),  # two layers
+        ("LFM2", 0, 2 * 128, 3),  # two layers
+    ],
+)
+def test_layers_with_a_state_are_counted_by_their_recurrence(
+    family: str, apart: int, channels: int, taps: int, tmp_path: Path
+) -> None:
+    """All else of a token after the first as PyTorch counts it. Control: without states it is another number."""
+    write_family(family, tmp_path)
     sizes, lm, counted = read_shape(tmp_path), _load(tmp_path), list[float]()
-    assert sizes.explained and sizes.delta is not None and (sizes.delta.layers, sizes.attention_layers) == (1, 1)
+    assert sizes.explained and sizes.states is not None
     cache = DynamicCache(config=lm.config)
     for _ in range(2):
         with _counted(counted):
@@ -153,10 +162,9 @@ def test_a_gated_delta_net_is_counted_by_its_recurrence(tmp_path: Path) -> None:
     def second(shape: ModelShape) -> float:
         return forward_flops(shape, 2 * one, none, scalar_head=True, shared_B=one)
 
-    recurrence = 4 * 3 * 2 * 32 * 32  # four states of 32 x 32, three products of a vector with each
-    in_vain = 2 * 256 * 4  # of the convolution: what it has for the token before
-    assert second(sizes) - recurrence + in_vain == counted[1]
-    assert second(replace(sizes, delta=None)) != second(sizes)
+    in_vain = 2 * channels * taps  # of the convolution: what it has for the token before
+    assert second(sizes) - apart + in_vain == counted[1]
+    assert second(replace(sizes, delta=None, mamba=None, convolution=None)) != second(sizes)
 
 
 def test_a_model_whose_sizes_do_not_explain_its_parameters_is_told(folder_of: FolderOf) -> None:

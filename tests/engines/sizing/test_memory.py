@@ -42,6 +42,7 @@ from penstock.engines.models.loading import load_causal_lm
 from penstock.engines.sizing.activations import Computation, delta_table, layer_table, total
 from penstock.engines.sizing.memory import (
     GIB,
+    PADDED,
     ROOM_TO_STAY,
     Rank,
     Recomputed,
@@ -134,16 +135,17 @@ def test_layers_for_several_tokens_at_a_time_are_not_counted(tmp_path: Path) -> 
 
 
 def test_a_reference_with_delta_nets_needs_its_fullest_block() -> None:
-    """Of both kinds of layers. Control: without delta nets it needs attention's."""
-    with_nets = replace(MILLION, model_type="qwen3_5_text", delta=DeltaSizes(1, 2, 4, 32, 32, 4))
+    """Of both kinds of layers, and of rows of unequal length. Control: without delta nets it needs attention's."""
+    nets = DeltaSizes(1, 2, 4, 32, 32, 4)
+    with_nets = replace(MILLION, model_type="qwen3_5_text", delta=nets, without_attention=1)
     computation, needed = Computation(4, "cpu"), []
     for shape in (MILLION, with_nets):
         config = TrainConfig.model_validate({"model": {"tiny": {}}, "algorithm": {"kl": {}}})
         phases = rank_phases(config, Rank({"reference": shape}, 1, "cpu", 4), {})
         needed.append(phases["forward passes"]["activations"])
     tokens, rest = divmod(needed[0], total(layer_table(MILLION, computation)))
-    attention, nets = (total(table(with_nets, computation)) for table in (layer_table, delta_table))
-    assert rest == 0 and needed[1] == tokens * nets > tokens * attention
+    attention, mixed = total(layer_table(with_nets, computation)), total(delta_table(with_nets, computation, PADDED))
+    assert rest == 0 and needed[1] == tokens * mixed > tokens * attention
 
 
 def test_each_zero_stage_shards_what_it_says() -> None:
