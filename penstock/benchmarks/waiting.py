@@ -116,7 +116,9 @@ def _check_same(against: BenchResult, works: Sequence[Mapping[str, Any]]) -> Non
         raise UserError("the result to compare with is not of this benchmark and machine", "leave out --against")
     differing = [_differing(work, against.settings) for work in works]
     if all(differing):
-        raise UserError(f"the result to compare with differs in {', '.join(differing[-1])}", "leave out --against")
+        raise UserError(
+            f"the result to compare with differs in {', '.join(min(differing, key=len))}", "leave out --against"
+        )
 
 
 def _differing(work: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:

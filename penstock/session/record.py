@@ -20,7 +20,7 @@ from penstock.base.interrupts import interrupts_deferred
 from penstock.configs.preference import PairConfig
 from penstock.configs.schema import TrainConfig
 from penstock.session.events import take_up
-from penstock.session.flow_run import know_flow_run
+from penstock.session.flow_run import RUN_TAG, know_flow_run
 from penstock.session.flow_runs.taken_over import crash_earlier
 from penstock.session.session import Training
 from penstock.state.chain import is_chain
@@ -68,7 +68,7 @@ def open_record(training: Training, recording: Recording) -> Iterator[None]:
     saved = read_manifest(run) if run.manifest.is_file() else Manifest(Progress())
     know_flow_run(training, recording.config, recording.algorithm)
     if session.prefect_flow_run_id:
-        crash_earlier(saved.prefect_flow_run_id, session.prefect_flow_run_id)
+        crash_earlier(saved.prefect_flow_run_id, session.prefect_flow_run_id, f"{RUN_TAG}{run.name}")
     session.seconds_before = saved.progress.seconds
     drop_partial(run)
     with interrupts_deferred():

@@ -54,11 +54,8 @@ def test_both_trainings_are_of_the_same_work(monkeypatch: pytest.MonkeyPatch) ->
     assert asked[4:] == [more]
     assert (again.peers, again.peers_command) == (result.peers, "penstock bench waiting")
     assert again.figures["speedup"] == again.figures["samples_per_s"] / (512 / 8.0)
-    carried = [
-        "seed=3",
-        "rollout.tail=null",
-        "rollout.carry={extra: 0.5}",
-    ]  # which corrects: the one that waits does not
+    # A recipe that carries corrects, and that recipe does not where it waits.
+    carried = ["seed=3", "rollout.tail=null", "rollout.carry={extra: 0.5}"]
     measure(RECIPE, carried, "later", skip=1, synchronous=None, lognormal=False, against=result)
     assert asked[5:] == [carried]
     with pytest.raises(UserError, match="differs in seed"):

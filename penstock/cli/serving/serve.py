@@ -116,8 +116,8 @@ def serve(
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background job inherits an ignored SIGINT
         signal.signal(number, _interrupt)
     with contextlib.ExitStack() as ends:
-        # vLLM leaves its sockets behind where it keeps temporary files.
-        scratch = ends.enter_context(tempfile.TemporaryDirectory(prefix="penstock-serve-", ignore_cleanup_errors=True))
+        # vLLM leaves its sockets behind where it keeps temporary files. Their paths may have 107 characters.
+        scratch = ends.enter_context(tempfile.TemporaryDirectory(prefix="ps-", ignore_cleanup_errors=True))
         environment = QUIET | ({} if gpus else _CPU) | dict(os.environ) | interface.variables() | {"TMPDIR": scratch}
         with (
             interrupts_deferred(),

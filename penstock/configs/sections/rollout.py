@@ -58,17 +58,6 @@ class TailConfig(Section):
     max_wait: PositiveInt = Field(8, description="iterations after which a prompt that waits is taken in any case")
     deferrals: PositiveInt = Field(1, description="how often a prompt may be put off before a round takes it")
 
-    @model_validator(mode="after")
-    def _puts_off_again(self) -> TailConfig:
-        """Refuse a number of deferrals that no prompt would come to."""
-        rounds = math.ceil((1 + self.extra) / self.extra)  # that leave enough prompts for one in between
-        if self.deferrals > 1 and rounds >= self.max_wait:
-            raise ValueError(
-                f"no prompt is put off twice within max_wait={self.max_wait} iterations: with extra={self.extra:g} it "
-                f"takes {rounds} until enough of them wait; give max_wait={rounds + 1} or more, or deferrals=1"
-            )
-        return self
-
 
 class CarryConfig(Section):
     """Rollouts end before their longest responses, with which the next policies go on (docs/asynchrony.md)."""
@@ -187,6 +176,26 @@ class RolloutConfig(Section):
             raise ValueError(
                 f"'stream.portions' ({self.portions}) must not exceed 'prompts' ({self.prompts}): a portion has "
                 "whole groups"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _puts_off_again(self) -> Self:
+        """Refuse deferrals that no prompt comes to, or with which a prompt would wait for longer than it may."""
+        if self.tail is None or self.tail.deferrals == 1:
+            return self
+        tail, put_off = self.tail, self.prompts_begun - self.prompts
+        if put_off > self.prompts:
+            raise ValueError(
+                f"with tail.extra={tail.extra:g} a round puts off more prompts than a long one takes, and with several "
+                "deferrals some would outlast tail.max_wait; give tail.extra=1 or less, or tail.deferrals=1"
+            )
+        rounds = math.ceil(self.prompts_begun / put_off)  # that leave enough prompts for one that begins them again
+        earliest = sum(rounds**times for times in range(1, tail.deferrals))
+        if earliest >= tail.max_wait:
+            raise ValueError(
+                f"no prompt is put off {tail.deferrals} times within tail.max_wait={tail.max_wait} iterations: enough "
+                f"wait after {earliest}; give tail.max_wait={earliest + 1} or more, or fewer deferrals"
             )
         return self
 

@@ -2,9 +2,11 @@
 
 Nobody tells Prefect of a process that a kernel ends: a worker does of its own, an automation of `penstock deploy` of
 those without a heartbeat, and a command's temporary server calls the run "Running" for ever. The attempt that goes on
-holds the run folder's lock, so the one before it is over, and that is what it tells Prefect.
+holds the run folder's lock, so the one before it is over, and that is what it tells Prefect. A copy of a run folder
+names a flow run that may be alive: its tag says of which folder it is.
 
-Left out: task runs, which Prefect itself leaves as they were in a crashed flow run.
+Left out: task runs, which Prefect itself leaves as they were in a crashed flow run; the flow run of a chain or a sweep
+around the attempt.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from penstock.session.flow_runs.kept_alive import KEEP_ALIVE
 UNDER_WAY = (StateType.RUNNING, StateType.CANCELLING)
 
 
-def crash_earlier(earlier: str | None, now: str) -> None:
+def crash_earlier(earlier: str | None, now: str, tag: str) -> None:
     """Set the flow run of an earlier attempt to Crashed, with its child flow runs, where Prefect believes it runs.
 
     It loses the tag that has crashed flow runs started again: the training goes on here.
@@ -35,6 +37,7 @@ def crash_earlier(earlier: str | None, now: str) -> None:
     Args:
         earlier: its id; None: nobody knows of any. One that this server does not have is another server's.
         now: the id of the flow run that goes on, which may be the same one, started again.
+        tag: of flow runs of this run folder; one without it is left alone.
     """
     if earlier in (None, now):
         return
@@ -43,7 +46,7 @@ def crash_earlier(earlier: str | None, now: str) -> None:
             found = client.read_flow_run(UUID(earlier))
         except ObjectNotFound:
             return
-        if found.state_type not in UNDER_WAY:
+        if found.state_type not in UNDER_WAY or tag not in found.tags:
             return
         client.update_flow_run(found.id, tags=[tag for tag in found.tags if tag != KEEP_ALIVE])
         _crash(client, found.id, f"Its process was gone when flow run {now} went on with its training.")

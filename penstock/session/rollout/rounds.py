@@ -70,7 +70,8 @@ def further_round(
 
     It goes on with what is under way, begins as many prompts as groups are missing, and ends when as many are complete:
     what is under way anyway is as good as what is begun for it. As many wait afterwards as before, and none is complete
-    in vain. Under way is, where responses are carried over, all that waits; with a tail, what this policy has begun.
+    in vain. Under way is, where responses are carried over, all that waits; with a tail, what this policy's short round
+    has left.
     Where nothing is, as many prompts are begun as should be enough, and all of them are waited for.
 
     Args:

@@ -14,6 +14,7 @@ from prefect.states import Cancelling, Completed, Running
 from penstock.session.flow_runs.kept_alive import KEEP_ALIVE
 from penstock.session.flow_runs.taken_over import crash_earlier
 
+TAG = "run:sums"  # of flow runs of a run folder
 pytestmark = pytest.mark.usefixtures("prefect_harness")
 
 
@@ -34,7 +35,7 @@ def left_behind(state: State) -> tuple[str, str]:
     with get_client(sync_client=True) as client:
         for number in ids:
             client.set_flow_run_state(UUID(number), state, force=True)
-        client.update_flow_run(UUID(ids[0]), tags=["run:sums", KEEP_ALIVE])
+        client.update_flow_run(UUID(ids[0]), tags=[TAG, KEEP_ALIVE])
     return ids[0], ids[1]
 
 
@@ -48,20 +49,22 @@ def test_a_killed_attempt_is_crashed_with_its_child_and_not_started_again(state:
     """Both say which flow run goes on. The tag by which an automation would start it again is gone, others stay."""
     parent, child = left_behind(state)
     now = str(uuid4())
-    crash_earlier(parent, now)
+    crash_earlier(parent, now, TAG)
     for found in map(read, (parent, child)):
         assert found.state is not None and found.state.is_crashed()
         assert now in str(found.state.message)
-    assert read(parent).tags == ["run:sums"]
+    assert read(parent).tags == [TAG]
 
 
 def test_others_stay_as_they_are() -> None:
-    """One that has ended; the flow run itself, which Prefect has started again; one of another server."""
+    """One that has ended; the flow run itself, which Prefect has started again; another folder's; another server's."""
     ended, _ = left_behind(Completed())
-    crash_earlier(ended, str(uuid4()))
+    crash_earlier(ended, str(uuid4()), TAG)
     assert read(ended).state_name == "Completed" and KEEP_ALIVE in read(ended).tags
     again, _ = left_behind(Running())
-    crash_earlier(again, again)
-    assert read(again).state_name == "Running"
-    crash_earlier(str(uuid4()), again)
-    crash_earlier(None, again)
+    crash_earlier(again, again, TAG)
+    copied, child = left_behind(Running())
+    crash_earlier(copied, again, "run:a-copy")
+    assert [read(number).state_name for number in (again, copied, child)] == ["Running"] * 3
+    crash_earlier(str(uuid4()), again, TAG)
+    crash_earlier(None, again, TAG)

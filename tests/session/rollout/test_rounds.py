@@ -205,8 +205,21 @@ def test_what_puts_off_nothing_or_for_ever_is_refused(tail: dict[str, float]) ->
 
 
 def test_deferrals_that_no_prompt_comes_to_are_refused() -> None:
-    """Ten rounds with a tenth more leave too few for a round in between. Control: eleven leave enough."""
-    tail = {"extra": 0.1, "deferrals": 2, "max_wait": 11}
-    with pytest.raises(UserError, match="no prompt is put off twice within max_wait=11"):
+    """The first that is put off again is so after as many rounds as leave enough. Controls: an iteration more each.
+
+    Eight prompts and a tenth are nine, so a round leaves one of them, and nine rounds enough.
+    """
+    for prompts, extra, deferrals, rounds in ((10, 0.1, 2, 11), (8, 0.1, 2, 9), (6, 1.0, 3, 2 + 4), (6, 0.5, 3, 3 + 9)):
+        tail = {"extra": extra, "deferrals": deferrals, "max_wait": rounds}
+        with pytest.raises(UserError, match=f"put off {deferrals} times within tail.max_wait={rounds} iterations"):
+            config_from_mapping({"rollout": {"prompts": prompts, "tail": tail}}, "test")
+        enough = {"rollout": {"prompts": prompts, "tail": {**tail, "max_wait": rounds + 1}}}
+        assert config_from_mapping(enough, "test").rollout.tail is not None
+
+
+def test_deferrals_by_which_prompts_would_wait_too_long_are_refused() -> None:
+    """Where a round puts off more than a long one takes. Control: as many."""
+    tail = {"extra": 1.5, "deferrals": 2, "max_wait": 9}
+    with pytest.raises(UserError, match="some would outlast tail.max_wait"):
         config_from_mapping({"rollout": {"tail": tail}}, "test")
-    assert config_from_mapping({"rollout": {"tail": {**tail, "max_wait": 12}}}, "test").rollout.tail is not None
+    assert config_from_mapping({"rollout": {"tail": {**tail, "extra": 1.0}}}, "test").rollout.tail is not None

@@ -251,6 +251,27 @@ def runs_of(training: Training) -> list[Run]:
     return list(client.search_runs([client.get_experiment_by_name(training.run.name).experiment_id]))
 
 
+def test_a_resume_tells_prefect_of_the_attempt_before(
+    training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which flow run it was, which one goes on, and of which folder; from then on the manifest names the new one.
+
+    Controls: a first attempt has none before it; outside of a flow run nobody is told.
+    """
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    told: list[tuple[str | None, str, str]] = []
+    monkeypatch.setattr(session_record, "crash_earlier", lambda *said: told.append(said))
+    for number in ("first", "second", None):
+        training = training_with(TrainConfig())
+        write_config(training.run, training.config)
+        known = partial(setattr, training.session(), "prefect_flow_run_id", number)
+        monkeypatch.setattr(session_record, "know_flow_run", lambda *_, known=known: known())
+        with opened(training, 0):
+            assert read_manifest(training.run).prefect_flow_run_id == number
+    tag = f"run:{training.run.name}"
+    assert told == [(None, "first", tag), ("first", "second", tag)]
+
+
 @pytest.mark.parametrize("attempt", ["the first", "a resume"])
 def test_no_run_stays_running_in_mlflow_that_was_stopped_while_it_opened(
     training_with: MakeTraining, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, attempt: str

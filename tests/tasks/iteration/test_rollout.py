@@ -385,6 +385,39 @@ def test_what_is_under_way_anyway_replaces_refused_groups(
     assert further.origin == {} and len(further.columns["prompt_id"]) == 2 * SAMPLES
 
 
+def test_a_round_in_between_puts_off_again_and_is_taken_over(
+    prepared: Callable[..., tuple[Training, Engines]],
+) -> None:
+    """It begins those that were put off once, takes the first to be complete, and puts off the others once more.
+
+    An interrupted attempt's responses are taken over; those of other prompts are not. What it leaves replaces no group,
+    since it was begun for an earlier iteration: new prompts are drawn, and waited for.
+    """
+    twice = {"rollout": {"prompts": PROMPTS, "samples": SAMPLES, "tail": {"extra": 0.5, "deferrals": 2}}}
+    training, engines = prepared(**twice, **DYNAMIC)
+    engines.may_answer.set()
+    table = training.session().prompts["train"].frame
+    waiting = tuple(Deferred(row, 1 + row // 3) for row in range(5))
+    progress = Progress(iteration=2, policy_version=2, prompt_cursor=10, deferred=waiting)
+    engines.longest = tuple(int(table["prompt_tokens"].iloc[row][0]) for row in (1, 4))
+    stage = rolled_out(training, progress)
+    (asked,) = engines.commands
+    assert (asked["wanted"], len(asked["prompts"]["offsets_B1"]), stage.experience.prompts) == (PROMPTS, 1 + 5, 0)
+    assert stage.experience.deferred == (Deferred(1, 1, 2), Deferred(4, 2, 2))
+    assert (stage.metrics["rollout/long_round"], stage.metrics["rollout/prompts_drawn"]) == (0, 0)
+
+    assert rolled_out(training, progress).experience == stage.experience
+    assert len(engines.commands) == 1, "the responses of the interrupted attempt are taken over"
+    others = replace(progress, deferred=(Deferred(6, 1), *waiting[1:]))
+    rolled_out(training, others)
+    assert len(engines.commands) == 2, "of another prompt of the batch they are not"
+
+    settings = next_settings(training, progress)
+    further = further_rollout(training, settings, stage.experience, cursor=10, missing=1, more=2, number=1)
+    assert (engines.commands[-1]["wanted"], engines.commands[-1]["carried"], further.drawn) == (None, None, 2)
+    assert further.origin["waiting"] == [[1, 1, 2], [4, 2, 2]]
+
+
 def test_prompts_that_wait_for_a_later_round_replace_no_group(
     prepared: Callable[..., tuple[Training, Engines]],
 ) -> None:
