@@ -116,9 +116,8 @@ def _check_same(against: BenchResult, works: Sequence[Mapping[str, Any]]) -> Non
         raise UserError("the result to compare with is not of this benchmark and machine", "leave out --against")
     differing = [_differing(work, against.settings) for work in works]
     if all(differing):
-        raise UserError(
-            f"the result to compare with differs in {', '.join(min(differing, key=len))}", "leave out --against"
-        )
+        nearest = min(differing, key=len)
+        raise UserError(f"the result to compare with differs in {', '.join(nearest)}", "leave out --against")
 
 
 def _differing(work: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:

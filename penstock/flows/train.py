@@ -35,7 +35,7 @@ from penstock.tasks.iteration.evaluate import evaluate
 from penstock.tasks.iteration.record import record, recording
 from penstock.tasks.start import build_engines, load_prompts, starting_model
 
-FIELDS = {
+KEYS = {
     "name": "name",
     "model": "model.path",
     "data": "data.train",
@@ -49,7 +49,7 @@ FIELDS = {
 
 @flow(name="train", flow_run_name=run_name)
 @ends_in_words
-@with_form(TrainConfig, FIELDS)
+@with_form(TrainConfig, KEYS)
 def train(
     config: TrainConfig,
     run_folder: form.RunFolder = None,

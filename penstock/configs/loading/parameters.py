@@ -61,6 +61,8 @@ def with_form(tree: type[Recipe], keys: Mapping[str, str]) -> Callable[[Callable
     Args:
         tree: the configuration's class.
         keys: of `FIELDS` those that the form has, in its order, and the key that each stands for.
+
+    The function has a parameter `resume`, the folder of a run that goes on with its own configuration.
     """
 
     def formed(function: Callable[..., Result]) -> Callable[..., Result]:

@@ -12,7 +12,7 @@ from penstock.configs.loading.parameters import FIELDS, fields_of_steps, with_fo
 from penstock.configs.preference import PreferenceConfig, RewardModelConfig
 from penstock.configs.schema import TrainConfig
 from penstock.configs.tree.section import Recipe
-from penstock.flows.train import FIELDS as OF_TRAIN
+from penstock.flows.train import KEYS as OF_TRAIN
 
 GIVEN = {
     "name": "mine",
