@@ -3,7 +3,8 @@
 A field stands for one key of the configuration and stays empty where the recipe shall decide. Its limits are the
 key's, so that a server refuses a wrong value before there is a run.
 
-Left out: which key a field stands for (parameters.py, and flows/train.py for its own), what is made of them (form.py), the page (blank.py).
+Left out: which key a field stands for (parameters.py, and flows/train.py for that flow's), what is made of them
+(form.py), the page (blank.py).
 """
 
 from __future__ import annotations
