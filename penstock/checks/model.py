@@ -419,9 +419,9 @@ def check_attention(config: TrainConfig) -> None:
         return
     if (kernel == "sdpa") == bool(gpus):
         raise UserError(*of_other_device(kernel, gpu=bool(gpus)))
-    size = shape_of(config).head_size
+    shape = shape_of(config)
     if kernel in ("auto", "flex"):
-        _check_heads_of_flex(kernel, why, shape_of(config))
+        _check_heads_of_flex(why, shape)
         return
     if why:
         raise UserError(f"model.attention={kernel}: the model {why}, for which it has no kernel", INSTEAD_OF_FLASH)
@@ -429,6 +429,7 @@ def check_attention(config: TrainConfig) -> None:
         raise UserError(
             f"model.attention={kernel} is for Hopper GPUs, and GPU {older[0]} is a {gpu_name(older[0])}", INSTEAD_OF_4
         )
+    size = shape.head_size
     if kernel != "sdpa" and (size > FLASH_HEAD or size % FLASH_MULTIPLE):
         raise UserError(
             f"model.attention={kernel}: the model has attention heads of {size} numbers; FlashAttention computes "
@@ -437,8 +438,11 @@ def check_attention(config: TrainConfig) -> None:
         )
 
 
-def _check_heads_of_flex(kernel: str, why: str, shape: ModelShape) -> None:
+def _check_heads_of_flex(why: str, shape: ModelShape) -> None:
     """Check that heads are as large as FlexAttention computes them.
+
+    Args:
+        why: a model needs it; empty: it is named.
 
     Raises:
         UserError: those of keys or of values are smaller.
@@ -446,10 +450,9 @@ def _check_heads_of_flex(kernel: str, why: str, shape: ModelShape) -> None:
     size = min(shape.head_size, shape.latent.value if shape.latent is not None else shape.head_size)
     if size >= FLEX_HEAD:
         return
-    needed = f"model.attention={kernel}" if kernel == "flex" else f"the model {why}, for which it needs FlexAttention"
+    needed = f"the model {why}, which on a GPU needs FlexAttention" if why else "model.attention=flex"
     raise UserError(
-        f"{needed}: the model has attention heads of {size} numbers, and on a GPU it computes those of {FLEX_HEAD} and "
-        "more",
+        f"{needed}: that computes heads of at least {FLEX_HEAD} numbers, and the model's have {size}",
         "use another model" if why else "leave it out",
     )
 
