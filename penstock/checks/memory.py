@@ -16,7 +16,13 @@ import psutil
 from penstock.base.errors import UserError
 from penstock.base.files import check_possible
 from penstock.base.nameless_files import NAME_ANOTHER, check_on_disk
-from penstock.checks.model import check_expert_parallel, check_heads, check_tensor_parallel, shape_of
+from penstock.checks.model import (
+    check_expert_parallel,
+    check_heads,
+    check_tensor_parallel,
+    shape_of,
+    takes_float32,
+)
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.run import Role
 from penstock.configs.sections.trainer import SftConfig, TogetherConfig, TrainerConfig
@@ -64,6 +70,7 @@ class NoRoom(UserError):
 
 
 NOWHERE = Elsewhere()
+NO_FLOAT32 = "float32 weights on a GPU need FlexAttention, which is refused there so far"
 SPARED = 0.9  # share of a host's free memory that snapshots and all else may fill: pages of files need some
 
 
@@ -154,10 +161,14 @@ def check_zero_stage(
         device = "cpu" if estimate.devices[0].gpu is None else "cuda"
         if trainer is None or trainer.zero_stage or role not in estimate.roles or weight_width(config, device) == 4:
             continue
-        other = f"{section}.zero_stage=1, which on a single rank is the same, or "
+        whole = trainer.optimizer.whole is not None
+        ways = [] if whole else [f"{section}.zero_stage=1, which on a single rank is the same"]
+        ways += ["model.dtype=float32"] if takes_float32(device) else []
+        if not ways:
+            ways = [f"{section}.zero_stage=1 and {section}.optimizer.name=adamw or sgd: {NO_FLOAT32}"]
         raise UserError(
             f"{section}.zero_stage=0 is for float32 weights, and those of group '{estimate.group}' are bfloat16",
-            f"set {other if trainer.optimizer.whole is None else ''}model.dtype=float32",
+            f"set {', or '.join(ways)}",
         )
 
 

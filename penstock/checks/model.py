@@ -20,6 +20,7 @@ from penstock.configs.sections.run import Role
 from penstock.configs.sections.trainer import CriticConfig, TrainerConfig
 from penstock.engines.families.architecture import (
     STATE_ON_GPU,
+    STATES_ON_GPUS,
     check_architecture,
     classifies,
     unpackable,
@@ -28,9 +29,11 @@ from penstock.engines.families.attention import (
     FLASH_HEAD,
     FLASH_MULTIPLE,
     FLEX_COMPARED,
+    FLEX_HEAD,
     FLOAT32,
     INSTEAD_OF_4,
     INSTEAD_OF_FLASH,
+    NOBODY,
     NOT_COMPARED,
     needs_flex,
     of_other_device,
@@ -408,15 +411,17 @@ def check_attention(config: TrainConfig) -> None:
     why = flex_alone(config) if gpus else ""
     if gpus and not FLEX_COMPARED:
         if kernel == "flex":
-            raise UserError(f"model.attention=flex: {NOT_COMPARED.partition(': ')[2]} with it", "leave it out")
+            raise UserError(f"model.attention=flex: {NOBODY} with it", "leave it out")
         if why == FLOAT32:
-            raise UserError(f"model.dtype=float32: attention would be FlexAttention, {NOT_COMPARED}", "leave it out")
-    if kernel == "auto":
+            raise UserError(f"model.dtype=float32 needs FlexAttention on a GPU: {NOBODY} with it", "leave it out")
+        why = ""  # of models that need it the checks of their folders say so
+    if kernel == "auto" and not why:
         return
-    size = shape_of(config).head_size
     if (kernel == "sdpa") == bool(gpus):
         raise UserError(*of_other_device(kernel, gpu=bool(gpus)))
-    if kernel == "flex":
+    shape = shape_of(config)
+    if kernel in ("auto", "flex"):
+        _check_heads_of_flex(why, shape)
         return
     if why:
         raise UserError(f"model.attention={kernel}: the model {why}, for which it has no kernel", INSTEAD_OF_FLASH)
@@ -424,6 +429,7 @@ def check_attention(config: TrainConfig) -> None:
         raise UserError(
             f"model.attention={kernel} is for Hopper GPUs, and GPU {older[0]} is a {gpu_name(older[0])}", INSTEAD_OF_4
         )
+    size = shape.head_size
     if kernel != "sdpa" and (size > FLASH_HEAD or size % FLASH_MULTIPLE):
         raise UserError(
             f"model.attention={kernel}: the model has attention heads of {size} numbers; FlashAttention computes "
@@ -432,13 +438,41 @@ def check_attention(config: TrainConfig) -> None:
         )
 
 
+def _check_heads_of_flex(why: str, shape: ModelShape) -> None:
+    """Check that heads are as large as FlexAttention computes them.
+
+    Args:
+        why: a model needs it; empty: it is named.
+
+    Raises:
+        UserError: those of keys or of values are smaller.
+    """
+    size = min(shape.head_size, shape.latent.value if shape.latent is not None else shape.head_size)
+    if size >= FLEX_HEAD:
+        return
+    needed = f"the model {why}, which on a GPU needs FlexAttention" if why else "model.attention=flex"
+    raise UserError(
+        f"{needed}: that computes heads of at least {FLEX_HEAD} numbers, and the model's have {size}",
+        "use another model" if why else "leave it out",
+    )
+
+
 def flex_alone(config: TrainConfig) -> str:
-    """Return what a model of a training does that on a GPU FlexAttention alone computes; empty: nothing."""
-    if weight_width(config, "cuda") == 4:
+    """Return what a model does that on a GPU FlexAttention alone computes; empty: nothing, or vLLM alone computes it.
+
+    A folder that is none is refused elsewhere.
+    """
+    if weight_width(config, "cuda") == 4 and set(config.roles) != {"rollout"}:
         return FLOAT32
     critic = None if config.critic is None else config.critic.path
-    paths = (path for path in (config.model.path, critic, config.reward.model) if path is not None)
-    return next(filter(None, (needs_flex(read_settings(Path(path))) for path in paths)), "")
+    folders = [Path(path) for path in (config.model.path, critic, config.reward.model) if path is not None]
+    settings = (read_settings(folder) for folder in folders if (folder / "config.json").is_file())
+    return next(filter(None, map(needs_flex, settings)), "")
+
+
+def takes_float32(device: str) -> bool:
+    """Whether what is trained on a device may have float32 weights: on a GPU it needs FlexAttention then."""
+    return device == "cpu" or FLEX_COMPARED
 
 
 def check_tensor_parallel(ranks: int, shape: ModelShape) -> None:
@@ -530,19 +564,24 @@ def check_longest_row(config: TrainConfig, settings: Mapping[str, Any]) -> None:
 
 
 def check_kernel(folder: Path, key: str, settings: Mapping[str, Any], compares: bool = False) -> None:
-    """Check that the model's layers are computed on this machine: on a GPU no caps, sinks, latents and states are.
+    """Check that a GPU of this machine, if there is one, may compute the model's layers.
+
+    What needs FlexAttention may not until that is compared there, nor layers with a state until a training is seen.
+
+    Args:
+        compares: trainer and vLLM are about to be compared, so both may.
 
     Raises:
-        UserError: it has one of them, and there is a GPU.
+        UserError: it may not, or the library would need too much memory for it.
     """
     if not visible_gpus():
         return
     family, where = family_of(settings.get("model_type", "")), f"{key}: {folder}"
     if (why := family.flex_alone or needs_flex(settings)) and not (FLEX_COMPARED or compares):
         raise unpackable(where, f"{why}, {NOT_COMPARED}")
-    if family.mixers and not compares:
-        check_scan(where, family)
+    if family.mixers and not (STATES_ON_GPUS or compares):
         raise unpackable(where, STATE_ON_GPU)
+    check_scan(where, family)
 
 
 def check_scan(where: str, family: Family) -> None:
@@ -586,7 +625,8 @@ def check_exact_shards(config: TrainConfig) -> None:
     Raises:
         UserError: they do.
     """
-    if not config.trains or weight_width(config, "cuda" if visible_gpus() else "cpu") == 4:
+    device = "cuda" if visible_gpus() else "cpu"
+    if not config.trains or weight_width(config, device) == 4:
         return
     for trainer in (config.actor, config.critic, config.sft):
         path = getattr(trainer, "path", None) or config.model.path
@@ -596,7 +636,7 @@ def check_exact_shards(config: TrainConfig) -> None:
             raise UserError(
                 f"zero_stage 3: routers of the model in {path} correct their choice of experts in float32, and beside "
                 "bfloat16 weights its shards would round that",
-                "set another zero_stage, or model.dtype=float32",
+                f"set another zero_stage{', or model.dtype=float32' if takes_float32(device) else ''}",
             )
 
 

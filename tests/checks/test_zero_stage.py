@@ -61,6 +61,21 @@ def test_for_an_optimizer_of_matrices_the_next_stage_is_no_way_out() -> None:
         memory.check_memory(_config("bfloat16", actor=sections))
 
 
+@pytest.mark.parametrize("compared", [False, True])
+def test_float32_is_no_way_out_where_it_is_refused(compared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU until FlexAttention is compared there, which is the control."""
+    monkeypatch.setattr(memory, "visible_gpus", lambda: [0])
+    monkeypatch.setattr(memory, "free_gpu_bytes", lambda gpu: 64 * GIB)
+    monkeypatch.setattr(memory, "has_gated_mlp", lambda gpu: False)
+    monkeypatch.setattr(model, "FLEX_COMPARED", compared)
+    for optimizer in ("adamw", "muon"):
+        with pytest.raises(UserError, match=r"actor\.zero_stage=0 is for float32") as refused:
+            memory.check_memory(_config("auto", actor={"zero_stage": 0, "optimizer": {"name": optimizer}}))
+        assert ("model.dtype=float32" in refused.value.remedy) == compared
+        assert compared or "actor.zero_stage=1" in refused.value.remedy
+    assert ("optimizer.name=adamw" in refused.value.remedy) != compared
+
+
 @pytest.mark.parametrize("role", ["actor", "critic", "sft"])
 def test_an_optimizer_whose_package_is_not_installed_is_refused(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the command that installs it. Controls: it is installed; the optimizer is torch's; nothing is trained."""

@@ -20,7 +20,6 @@ from penstock.data.images import ImageFolder
 from penstock.engines.batches.images import NUMBERS
 from penstock.engines.batches.packing import Rows, pack, read_rows
 from penstock.engines.commands.forward import TokenValues
-from penstock.engines.kernels.attention_kernel import compare_flex
 from penstock.engines.models.loading import kind_for, load_causal_lm
 from penstock.engines.models.models import PackedPolicy
 from penstock.engines.models.seeing import freeze_encoder
@@ -35,12 +34,12 @@ CPU = torch.device("cpu")
 class FamilyRank(Worker):
     """A rank that also carries out the benchmark's own commands, which this file registers.
 
-    On GPUs it also computes what needs FlexAttention, which nobody has compared there yet.
+    On GPUs it also computes what nobody has compared there yet.
     """
 
     def __init__(self, rank: int, world_size: int, gpu: int | None) -> None:
         super().__init__(rank, world_size, gpu)
-        compare_flex()
+        self.models.compares = True
 
 
 @carries_out(LibraryLogprobs)

@@ -1,8 +1,9 @@
 """Sequences side by side, those of about the same length together: for layers that compute whole rows, padded.
 
 Behind a row as long as the longest of a micro-batch most would be padding, and a layer that computes it keeps it for
-its backward pass as well. Sequences whose chunks are within a factor of two go together, so at most half of what is
-computed is padding, whatever their lengths. The lengths are known on the host: no device is waited for.
+its backward pass as well. Sequences whose chunks are within a factor of two go together, so at most half of the chunks
+are padding, whatever the lengths; a row much shorter than a chunk may be computed as a whole one. The lengths
+are known on the host: no device is waited for.
 
 Suffixes as in packing.py, and `_G` the keys of a group.
 """

@@ -10,11 +10,13 @@ from penstock.engines.families.table import family_of
 
 FLASH_HEAD = 256  # the largest head that FlashAttention has kernels for
 FLASH_MULTIPLE = 8  # of which the size of a head has to be one
+FLEX_HEAD = 16  # the smallest head that FlexAttention computes on a GPU
 INSTEAD_OF_4 = "use model.attention=flash_attention_2, or leave it out: auto takes the fastest that there is"
 
 INSTEAD_OF_FLASH = "use model.attention=flex, or leave it out"
 FLEX_COMPARED = False  # on GPUs, trainer with vLLM: until it is true, what needs FlexAttention there is refused
-NOT_COMPARED = "which is computed on CPUs alone so far: on GPUs nobody has compared trainer and vLLM"
+NOBODY = "on GPUs nobody has compared trainer and vLLM"
+NOT_COMPARED = f"which is computed on CPUs alone so far: {NOBODY}"
 FLOAT32 = "computes in float32"
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 REPLAYED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # model types
 
-REPLAY_ON_GPUS = False  # whether a rollout's experts have been replayed there; until then that is refused
+REPLAY_ON_GPUS = False  # whether a whole training has been seen there; until then one is refused
 NO_REPLAY_ON_GPUS = (
-    "actor.routing=replay records the rollout's experts on CPUs only: with vLLM's CUDA graphs it has not been tried",
+    "actor.routing=replay records the rollout's experts on CPUs alone so far: on GPUs nobody has seen a whole training",
     "remove it; algorithm.correction weighs tokens whose log-probs differ, whatever the reason (docs/algorithms.md)",
 )
 

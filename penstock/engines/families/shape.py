@@ -335,7 +335,7 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
         model_type=model_type,
         latent=latent,
         delta=_delta(config, family_of(model_type), weights),
-        mamba=mamba_sizes(config, weights) if family.mixers else None,
+        mamba=mamba_sizes(config, weights) if family.mixers and not family.delta_net else None,
         convolution=convolution_sizes(config, weights) if family.mixers else None,
         without_attention=_layers(config) - attention,
         encoder=_encoder(family_of(model_type), weights),

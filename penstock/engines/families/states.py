@@ -115,9 +115,9 @@ StateSizes = DeltaSizes | MambaSizes | ConvolutionSizes
 
 
 def mamba_sizes(config: Mapping[str, Any], weights: Mapping[str, Sequence[int]]) -> MambaSizes | None:
-    """Return those of Mamba 2; None without such layers."""
+    """Return those of Mamba 2, of a family that has no gated delta nets; None without such layers."""
     layers = sum(name.endswith(".A_log") for name in weights)
-    if not layers or "linear_num_key_heads" in config:
+    if not layers:
         return None
 
     def named(*names: str) -> int:

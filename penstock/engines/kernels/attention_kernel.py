@@ -17,6 +17,7 @@ from penstock.engines.families.attention import (
     FLOAT32,
     INSTEAD_OF_4,
     INSTEAD_OF_FLASH,
+    NOBODY,
     NOT_COMPARED,
     of_other_device,
 )
@@ -32,23 +33,23 @@ _flex_compared: list[bool] = [FLEX_COMPARED]
 VARLEN_PARAMETERS = frozenset(inspect.signature(varlen.varlen_attn).parameters)  # they grew from version to version
 
 
-def choose_attention(kernel: AttentionKernel, device_type: str) -> None:
+def choose_attention(kernel: AttentionKernel, device_type: str, compares: bool = False) -> None:
     """Let all models of this process have a kernel.
 
+    Args:
+        compares: it is a benchmark's, which compares trainer and vLLM, and may have FlexAttention on a GPU.
+
     Raises:
-        UserError: it is not one for this rank's device, or cannot be imported.
+        UserError: it is not one for this rank's device, cannot be imported, or is not compared yet.
     """
     if kernel != "auto" and (kernel == "sdpa") != (device_type == "cpu"):
         raise UserError(*of_other_device(kernel, gpu=device_type == "cuda"))
     if kernel == "flash_attention_4" and not flash_attention.usable():
         why = flash_attention.obstacle() if flash_attention.on_hopper() else "this rank's GPU is no Hopper GPU"
         raise UserError(f"model.attention={kernel}: {why}", INSTEAD_OF_4)
-    _chosen[:] = [kernel]
-
-
-def compare_flex() -> None:
-    """Let this process compute by FlexAttention on a GPU: a benchmark's, which compares trainer and vLLM."""
-    _flex_compared[:] = [True]
+    if kernel == "flex" and not (FLEX_COMPARED or compares):
+        raise UserError(f"model.attention=flex: {NOBODY} with it", "leave it out")
+    _chosen[:], _flex_compared[:] = [kernel], [FLEX_COMPARED or compares]
 
 
 # A constant for the compiler, as `flash_attention.usable`: it is chosen before a block is compiled.
@@ -130,10 +131,10 @@ def _flex_alone(query_N: torch.Tensor, value_K: torch.Tensor, softcap: float | N
 # The compiler leaves it as it is: what it calls is compiled by itself, once for all layers.
 @torch.compiler.disable
 def _by_flex(why: str, *arguments: Any) -> torch.Tensor:
+    if not _flex_compared[0]:
+        raise unpackable("the model", f"{why}, {NOT_COMPARED}")
     if why and chosen().startswith("flash"):
         raise UserError(f"model.attention={chosen()}: the model {why}, for which it has no kernel", INSTEAD_OF_FLASH)
-    if not _flex_compared[0]:
-        raise unpackable("the model", f"{why or 'is to be computed by FlexAttention'}, {NOT_COMPARED}")
     return packed_flex_attention(*arguments)
 
 

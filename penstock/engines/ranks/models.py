@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from penstock.base.errors import UserError
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.trainer import ActorConfig, TrainerConfig
 from penstock.data.images import ImageFolder
@@ -23,6 +24,7 @@ from penstock.engines.batches.shares import ALONE, RankSet
 from penstock.engines.commands.finetuning import Step
 from penstock.engines.commands.rollout import PartialResults
 from penstock.engines.families.attention import needs_flex
+from penstock.engines.families.images import IMAGES_ON_GPUS, NO_IMAGES_ON_GPUS
 from penstock.engines.families.shape import ModelShape, read_settings
 from penstock.engines.kernels.attention_kernel import choose_attention
 from penstock.engines.kernels.lm_head import Head
@@ -54,6 +56,7 @@ class RankModels:
     Attributes:
         rank: this rank's number in the group.
         world_size: ranks in the group.
+        compares: it is a benchmark's, which shows whether GPUs could have what is refused there so far.
         trainers: the models that are trained, by name: a role, "critic/AGENT", "sft" or "preference".
         frozen: the others, by role.
         lm: the model inside the actor's trainer; in a rollout group of its own its shapes alone.
@@ -76,6 +79,7 @@ class RankModels:
     rank: int
     world_size: int
     device: torch.device
+    compares: bool = False
     config: TrainConfig = field(default_factory=TrainConfig)
     shapes: dict[CountedModel, ModelShape] = field(default_factory=dict)
     trainers: dict[str, Trainer] = field(default_factory=dict)
@@ -105,13 +109,20 @@ class RankModels:
         Raises:
             UserError: this rank cannot have the kernel of attention that it names.
         """
-        choose_attention(config.model.attention, self.device.type)
+        choose_attention(config.model.attention, self.device.type, self.compares)
         self.config = config
 
     def see(self, images: str | None, folder: str) -> None:
-        """Open the images that rows name, if there are any; `folder` is that of the model."""
-        if images is not None:
-            self.images = ImageFolder(Path(images), folder)
+        """Open the images that rows name, if there are any; `folder` is that of the model.
+
+        Raises:
+            UserError: this rank has a GPU, where no whole training has been seen.
+        """
+        if images is None:
+            return
+        if self.device.type != "cpu" and not (IMAGES_ON_GPUS or self.compares):
+            raise UserError(*NO_IMAGES_ON_GPUS)
+        self.images = ImageFolder(Path(images), folder)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -4,8 +4,8 @@ A response that starts late ends late, so an engine holds its whole share of an 
 KV cache cannot hold waits inside vLLM; responses are seldom as long as they may be, so the cache does not bound the
 number in advance.
 
-Left out: which prompts an engine gets (penstock/engines/rollout/prompt_queue.py), the size of the KV cache
-(penstock/engines/rollout/engine.py).
+Left out: which prompts an engine gets (penstock/engines/rollout/prompt_queue.py), and of the size of the KV cache all
+but its limit on a CPU (penstock/engines/rollout/engine.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from penstock.configs.sections.rollout import RolloutConfig
 
 LEAST, MOST = 256, 1024  # evaluations ask more prompts than a small share; a larger batch gains little speed
 MOST_BY_DEFAULT = 512  # vLLM's largest graph
+CPU_KV_CACHE_LIMIT = 1 << 30  # bytes of its KV cache on a CPU, where no size is asked for
 PROMPT_TOKENS = 512  # of a step that goes on with prompts or turns beside a full batch
 
 

@@ -39,7 +39,13 @@ from penstock.engines.families.shape import ModelShape, shape_of_weights
 from penstock.engines.families.table import family_of
 from penstock.engines.models.shared_class import kept_as_it_is
 from penstock.engines.rollout import vllm as versions
-from penstock.engines.rollout.batch_sizes import begin_together, capture_sizes, max_sequences, most_at_once
+from penstock.engines.rollout.batch_sizes import (
+    CPU_KV_CACHE_LIMIT,
+    begin_together,
+    capture_sizes,
+    max_sequences,
+    most_at_once,
+)
 from penstock.engines.rollout.decode_loop import DecodeLoop, Share
 from penstock.engines.rollout.environments.host import Environments
 from penstock.engines.rollout.episode import homes_of
@@ -55,7 +61,6 @@ from penstock.engines.weights.loader import register_loader
 from penstock.engines.weights.slices import shapes_of
 
 GIB = 1 << 30
-CPU_KV_CACHE_LIMIT = 1 * GIB
 
 
 @dataclass(frozen=True)

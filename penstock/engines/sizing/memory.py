@@ -22,7 +22,7 @@ from penstock.configs.tree.schedule import largest
 from penstock.engines.families.shape import KV_BLOCK, ModelShape
 from penstock.engines.groups.placement import reference_is_base, reshard_strategy
 from penstock.engines.groups.slots import SLOTS
-from penstock.engines.rollout.batch_sizes import max_sequences
+from penstock.engines.rollout.batch_sizes import CPU_KV_CACHE_LIMIT, max_sequences
 from penstock.engines.sizing.activations import (
     Computation,
     MicroBatch,
@@ -56,7 +56,8 @@ MOST_IN_A_BYTE = 255  # experts of a layer (penstock/engines/rollout/routing/cap
 USEFUL_SEQUENCES = 16  # with room for fewer at a time a rollout takes too long to be worth it
 ROOM_TO_STAY = 0.92  # share of free memory that an estimate may fill with a KV cache that stays; gaps need the rest
 SCORED_TOKENS = 16384  # of a reward model's micro-batch
-# Tokens that layers with a state compute per token of rows, at most (penstock/engines/batches/row_groups.py).
+# Chunks that layers with a state compute per chunk of rows, at most (penstock/engines/batches/row_groups.py). Counted
+# for tokens it is too little of many rows much shorter than a chunk.
 PADDED = 2.0
 
 PHASES = {"actor": "update of the actor", "critic": "update of the critic", "sft": "supervised warm-up"}
@@ -265,7 +266,7 @@ def rank_phases(config: TrainConfig, rank: Rank, recomputed: Mapping[str, Recomp
         phases[PHASES[name]] = (rest if rank.device == "cpu" or _stays(config) else _asleep(rest)) | own
     if config.sft is not None and "actor" in rank.shapes:
         own = _states("sft", config.sft, rank) | _update("sft", config.sft, config, rank, recomputed["sft"])
-        phases[PHASES["sft"]] = own  # before the other models are loaded
+        phases[PHASES["sft"]] = own | _features(config, rank, 1)  # before the other models are loaded
     if "rollout" in rank.shapes:
         phases["rollout"] = {**rest, "KV cache": kv_cache_bytes(config, rank)}
     if {"reference", "reward"} & rank.shapes.keys():
@@ -341,10 +342,9 @@ def _rest(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig])
         parts["reference head"] = rank.width * rank.shapes["actor"].vocabulary * rank.shapes["actor"].hidden_size
     if "rollout" in rank.shapes and _stays(config):
         parts["KV cache"] = kv_cache_bytes(config, rank)
-    if rank.device == "cuda" and config.data.image_column is not None and not config.model.train_encoder:
-        models = {"actor", "critic", "reference"} & rank.shapes.keys()
-        models -= {"reference"} if reference_is_base(config, rank.shapes) else set()
-        parts["features of images"] = FEATURES * len(models)
+    models = {"actor", "critic", "reference"} & rank.shapes.keys()
+    models -= {"reference"} if reference_is_base(config, rank.shapes) else set()
+    parts |= _features(config, rank, len(models))
     if "rollout" in rank.shapes and config.actor.replays:
         parts["experts of the rollout"] = _route_bytes(config, rank)
     if "rollout" in rank.shapes:
@@ -355,6 +355,12 @@ def _rest(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig])
         own += shape.expert_parameters if apart and not merged else 0  # vLLM has copies of them
         parts |= {"rollout weights": rank.width * own // config.rollout.tensor_parallel} if own else {}
     return parts
+
+
+def _features(config: TrainConfig, rank: Rank, models: int) -> Parts:
+    """Return what models keep of the images that they have seen, while their encoder rests."""
+    kept = rank.device == "cuda" and config.data.image_column is not None and not config.model.train_encoder
+    return {"features of images": FEATURES * models} if kept else {}
 
 
 def _update(name: str, trainer: TrainerConfig, config: TrainConfig, rank: Rank, recomputed: Recomputed) -> Parts:
@@ -548,15 +554,18 @@ def kv_cache_bytes(config: TrainConfig, rank: Rank) -> int:
 def _route_bytes(config: TrainConfig, rank: Rank) -> int:
     """Return what a rollout engine keeps of the experts of each token of its KV cache, also while that is away.
 
-    A cache that comes and goes is at most what all sequences need.
+    A cache is at most what all sequences need, and on a CPU `CPU_KV_CACHE_LIMIT`. On a GPU one that comes and goes
+    takes what is free, of which nothing is known here: where all sequences need more, this is too much.
     """
     experts = rank.shapes["rollout"].experts
     if experts is None:
         return 0
+    of_token = rank.shapes["rollout"].kv_numbers(config.rollout.tensor_parallel) * rank.width
     tokens = -(-_longest(config) // KV_BLOCK) * KV_BLOCK * (_sequences(config, rank) + 1)
     if config.rollout.kv_cache_gib:
-        of_token = rank.shapes["rollout"].kv_numbers(config.rollout.tensor_parallel) * rank.width
         tokens = int(config.rollout.kv_cache_gib * GIB) // of_token
+    elif rank.device == "cpu":
+        tokens = min(tokens, CPU_KV_CACHE_LIMIT // of_token)
     width = 1 if experts.count <= MOST_IN_A_BYTE else 2
     return tokens * rank.shapes["rollout"].mixtures * experts.chosen * width
 

@@ -103,6 +103,24 @@ def test_gpus_and_vllm_alone_are_refused(folders: tuple[Path, Path], monkeypatch
     with pytest.raises(UserError, match="row by row on a CPU alone so far"):
         check_model_folder(with_state, "model.path")
     check_model_folder(with_state, "it", compares=True)  # of a benchmark
+    monkeypatch.setattr(checks, "STATES_ON_GPUS", True)
+    check_model_folder(with_state, "model.path")
+
+
+def test_an_older_library_is_said_to_those_who_could_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A benchmark, and once states are trained on GPUs; before, another library would help nobody. Control: a CPU."""
+    mamba = write_family("Falcon-H1", tmp_path / "model")
+    monkeypatch.setattr(checks, "version", lambda _: "5.17.0")
+    monkeypatch.setattr(checks, "visible_gpus", list)
+    check_model_folder(mamba, "model.path")
+    monkeypatch.setattr(checks, "visible_gpus", lambda: ["0"])
+    with pytest.raises(UserError, match="row by row on a CPU alone so far"):
+        check_model_folder(mamba, "model.path")
+    with pytest.raises(UserError, match=r"transformers 5\.17\.0 needs"):
+        check_model_folder(mamba, "it", compares=True)
+    monkeypatch.setattr(checks, "STATES_ON_GPUS", True)
+    with pytest.raises(UserError, match=r"transformers 5\.17\.0 needs"):
+        check_model_folder(mamba, "model.path")
 
 
 @pytest.mark.parametrize(("name", "refused"), [("Falcon-H1", True), ("LFM2", False), ("Qwen 3.5", False)])

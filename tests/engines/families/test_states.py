@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.benchmarks.workload.families import write_family
-from penstock.engines.families.shape import read_shape
+from penstock.engines.families.shape import read_settings, read_shape, shape_of_weights, weight_shapes
 from penstock.engines.families.states import BLOCK, MambaSizes, cache_bytes
 
 SIZES = MambaSizes(layers=9, heads=8, head=32, size=16, groups=1, taps=4, chunk=8)
@@ -30,6 +30,14 @@ def test_sizes_are_those_of_the_layers(name: str, attention: int, state: int, ch
     assert shape.states is not None and shape.attention_layers == attention
     assert (shape.states.state, shape.states.channels) == (state, channels)
     assert read_shape(write_family("Qwen 3", tmp_path / "other")).states is None
+
+
+def test_the_family_says_which_of_two_such_layers_a_model_has(tmp_path: Path) -> None:
+    """Not the names of its settings: here Mamba 2 beside one of gated delta nets'. Control: delta nets themselves."""
+    mamba, delta = (write_family(name, tmp_path / name) for name in ("Granite 4 (Mamba 2)", "Qwen 3.5"))
+    strange = read_settings(mamba) | {"linear_num_key_heads": 2}
+    assert shape_of_weights(strange, weight_shapes(mamba)).mamba == read_shape(mamba).mamba is not None
+    assert read_shape(delta).mamba is None and read_shape(delta).delta is not None
 
 
 @pytest.mark.parametrize("attention", [3, 7])

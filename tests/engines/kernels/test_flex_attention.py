@@ -19,8 +19,12 @@ from torch.nn.attention import flex_attention as library
 
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
+from penstock.benchmarks.workload.families import write_family
 from penstock.checks import model as checks
+from penstock.configs.evaluation import EvaluationConfig, evaluation_config
 from penstock.configs.loading.load import config_from_mapping
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.model import AttentionKernel
 from penstock.engines.batches.packing import PackedBatch, Rows, pack
 from penstock.engines.commands.build import Kernels
 from penstock.engines.families.attention import needs_flex
@@ -36,6 +40,7 @@ from tests.engines.rows import random_rows
 from tests.engines.unpacked import load_unpacked, row_logprobs
 
 CPU = torch.device("cpu")
+KERNELS: tuple[AttentionKernel, ...] = ("auto", "flash_attention_2")
 RUNS = {"several blocks": (1, 130, 3), "one block": (3, 4)}  # lengths of responses; the first two share a prompt
 WINDOWS: dict[str, int | None] = {"all": None, "short": 8, "longer than a block": 150}
 
@@ -75,12 +80,12 @@ def _computed(function: Any, batch: PackedBatch, inputs: tuple[torch.Tensor, ...
 def without_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a GPU compiles, traced alike and computed by PyTorch's own reference."""
     torch._dynamo.reset()
-    torch._dynamo.config.specialize_float = True
     monkeypatch.setattr(library, "_validate_device", lambda *_: None)
     traced = torch.compile(flex_attention.attend, dynamic=True, fullgraph=True, backend="aot_eager")
     monkeypatch.setattr(flex_attention, "_compiled", lambda: traced)
     monkeypatch.setattr(attention_kernel, "_flex_compared", [True])
-    yield
+    with torch._dynamo.config.patch(specialize_float=True):
+        yield
     torch._dynamo.reset()
 
 
@@ -206,9 +211,13 @@ def test_what_needs_it_is_told_by_the_configuration() -> None:
 
 
 def test_a_rank_with_it_says_so_and_other_kernels_refuse_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Controls: a model that does not need it has flash attention, unless it is named."""
+    """Until it is compared it is refused itself, and by nobody recommended: by name before a model is loaded.
+
+    Controls: a model that does not need it has flash attention, unless it is named; a benchmark's rank has it.
+    """
     monkeypatch.setattr(attention_kernel, "_chosen", ["auto"])
     monkeypatch.setattr(attention_kernel, "_flex_compared", [False])
+    monkeypatch.setattr(attention_kernel, "FLEX_COMPARED", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
     monkeypatch.setattr(flash_attention, "obstacle", lambda: "none here")
     monkeypatch.setattr(gated_mlp, "obstacle", lambda: None)
@@ -216,16 +225,19 @@ def test_a_rank_with_it_says_so_and_other_kernels_refuse_what_needs_it(monkeypat
     assert kernels_on("cuda", flex=False) == Kernels("FlashAttention 2", ["no FlashAttention 4: none here"])
     with pytest.raises(UserError, match="flex needs a GPU"):
         choose_attention("flex", "cpu")
-    choose_attention("flex", "cuda")
-    assert kernels_on("cuda").attention == "FlexAttention"
+    with pytest.raises(UserError, match="flex: on GPUs nobody has compared"):
+        choose_attention("flex", "cuda")
+    choose_attention("flex", "cuda", compares=True)
+    assert kernels_on("cuda").attention == "FlexAttention" and attention_kernel._flex_compared == [True]
     batch = _batch(RUNS["one block"])
     query_N, key_N, value_N, _ = _inputs(batch, value=32)
     key_K, value_K = (repeat_prefixes(tensor, batch.layout.shared) for tensor in (key_N, value_N))
-    for kernel in ("flex", "auto"):
+    for kernel in KERNELS:
         choose_attention(kernel, "cuda")
-        with pytest.raises(UserError, match="nobody has compared"):
+        with pytest.raises(UserError, match="nobody has compared") as refused:
             attention_kernel.causal_varlen_attention(query_N, key_K, value_K, batch.layout, None, softcap=1.0)
-    monkeypatch.setattr(attention_kernel, "_flex_compared", [True])
+        assert "flex" not in refused.value.remedy
+    monkeypatch.setattr(attention_kernel, "FLEX_COMPARED", True)
     choose_attention("flash_attention_2", "cuda")
     with pytest.raises(UserError, match=r"flash_attention_2: the model caps .*no kernel") as refused:
         attention_kernel.causal_varlen_attention(query_N, key_K, value_K, batch.layout, None, softcap=1.0)
@@ -240,7 +252,7 @@ def test_a_start_refuses_it_until_it_is_compared(tmp_path: Path, monkeypatch: py
         model = {"dtype": dtype, "attention": attention, **source}
         checks.check_model(config_from_mapping({"model": model}, "test"))
 
-    capped = str(write_model(tmp_path, "Gemma2Config", GOOD["Gemma2Config"]))
+    capped = str(write_model(tmp_path, "Gemma2Config", {**GOOD["Gemma2Config"], "head_dim": 16}))
     monkeypatch.setattr(checks, "FLEX_COMPARED", False)
     start("float32")
     start(path=capped)
@@ -262,10 +274,67 @@ def test_a_start_refuses_it_until_it_is_compared(tmp_path: Path, monkeypatch: py
         start("float32", "flash_attention_2")
 
 
+def test_a_folder_that_is_none_is_left_to_the_check_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A critic's or a reward model's, where there is a GPU. Control: one that is there is read."""
+    monkeypatch.setattr(checks, "visible_gpus", lambda: [0])
+    monkeypatch.setattr(checks, "FLEX_COMPARED", True)
+    capped, missing = str(write_model(tmp_path, "Gemma2Config", GOOD["Gemma2Config"])), str(tmp_path / "missing")
+
+    def alone(folder: str) -> list[str]:
+        both: list[dict[str, Any]] = [{"critic": {"path": folder}, "algorithm": {"name": "ppo"}}]
+        both.append({"reward": {"model": folder}})
+        return [checks.flex_alone(TrainConfig.model_validate({"model": {"tiny": {}}, **one})) for one in both]
+
+    assert alone(missing) == ["", ""] and all("caps" in why for why in alone(capped))
+    sections = {"model": {"tiny": {}}, "critic": {"path": missing}, "algorithm": {"name": "ppo"}}
+    checks.check_model(TrainConfig.model_validate(sections))
+
+
+def test_an_evaluation_that_vllm_alone_computes_may_be_in_float32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the trainer's kernel. Controls: one whose KL the trainer computes, and a training."""
+    folder = write_family("Qwen 3", tmp_path / "model")
+    monkeypatch.setattr(checks, "visible_gpus", lambda: [0])
+    monkeypatch.setattr(checks, "FLEX_COMPARED", False)
+
+    def of(evaluators: list[str]) -> EvaluationConfig:
+        sections: dict[str, Any] = {"model": {"path": str(folder), "dtype": "float32"}, "algorithm": {"kl": {}}}
+        sections["evaluate"] = {"evaluators": evaluators}
+        return evaluation_config(TrainConfig.model_validate(sections), folder, folder)
+
+    checks.check_model(of(["length"]))
+    for config in (of(["kl"]), TrainConfig.model_validate({"model": {"tiny": {}, "dtype": "float32"}})):
+        with pytest.raises(UserError, match="float32 needs FlexAttention on a GPU: .*nobody has compared"):
+            checks.check_model(config)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), [("flex", "auto"), ("auto", "float32")])
+def test_smaller_heads_than_it_computes_are_refused(kernel: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, and where it alone computes a model. Controls: heads of 16, and a model that does not need it."""
+    monkeypatch.setattr(checks, "visible_gpus", lambda: [0])
+    monkeypatch.setattr(checks, "FLEX_COMPARED", True)
+
+    def start(size: int, **settings: str) -> None:
+        tiny = {"hidden_size": 2 * size, "heads": 2, "kv_heads": 2}
+        checks.check_attention(TrainConfig.model_validate({"model": {"tiny": tiny, **settings}}))
+
+    start(16, attention=kernel, dtype=dtype)
+    start(8)
+    with pytest.raises(UserError, match="(?i)flex.*: that computes heads of at least 16 numbers.* 8"):
+        start(8, attention=kernel, dtype=dtype)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("size", "value"), [(64, 64), (192, 128), (256, 256)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_kernels_compute_attention(size: int, value: int, dtype: torch.dtype) -> None:
+    """As compiled for a GPU, what attention row by row computes in float64 on a CPU: the output and all gradients.
+
+    Controls: with another window, another cap or without sinks the output is another.
+    """
     gpu, host = _batch(RUNS["several blocks"], torch.device("cuda")), _batch(RUNS["several blocks"])
     inputs = tuple(tensor.detach().to(dtype).requires_grad_() for tensor in _inputs(gpu, size, value))
     exact = tuple(tensor.detach().cpu().double().requires_grad_() for tensor in inputs)
@@ -276,3 +345,6 @@ def test_the_kernels_compute_attention(size: int, value: int, dtype: torch.dtype
     )
     for one, other in zip(ours, theirs, strict=True):
         assert (one.cpu().double() - other).norm() < (2e-2 if dtype == torch.bfloat16 else 1e-4) * other.norm()
+    for changed in ({"sliding_window": None}, {"softcap": 0.1}, {"sunk": False}):
+        control = _computed(attention_by_rows, host, exact, **{**settings, **changed})[0]
+        assert (ours[0].cpu().double() - control).norm() > 3e-2 * control.norm()

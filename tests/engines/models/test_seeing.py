@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
+from penstock.benchmarks.ranks.family_rank import FamilyRank
 from penstock.configs.sections.trainer import LoraConfig, SftConfig
 from penstock.data.images import ImageFolder
 from penstock.engines.batches.images import NUMBERS, with_images
@@ -24,9 +26,12 @@ from penstock.engines.commands.finetuning import ModelToTrain
 from penstock.engines.kernels.lm_head import Head, Reference
 from penstock.engines.models.loading import load_causal_lm
 from penstock.engines.models.models import PackedCritic, PackedPolicy
-from penstock.engines.models.seeing import sight_of
+from penstock.engines.models.seeing import KEPT_BYTES, sight_of
+from penstock.engines.ranks import models as ranks
 from penstock.engines.ranks.finetuning import _settings
 from penstock.engines.ranks.models import RankModels
+from penstock.engines.ranks.worker import Worker
+from penstock.engines.sizing.memory import FEATURES
 from penstock.engines.weights.lora import adapted_layers, attach, merged_state
 from tests.engines.seeing import (
     PROMPTS,
@@ -221,6 +226,33 @@ def test_deeper_levels_may_come_in_one_piece(model: Path, seen: Seen) -> None:
         assert torch.equal(sight._looked_at(digests), wanted_LFH)
     with patch.object(sight._lm, "get_image_features", partial(in_one, swapped=True)):
         assert not torch.equal(sight._looked_at(digests), wanted_LFH)
+
+
+def test_only_a_benchmark_sees_on_a_gpu(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of a training refuses images there, whatever its flow's machine is.
+
+    Controls: rows without any, the benchmark's rank, which shows whether it could, a CPU, and once it has been seen.
+    """
+
+    def begin(self: Worker, *_: Any) -> None:
+        self.models = RankModels(0, 1, torch.device("cuda"))
+
+    monkeypatch.setattr(ranks, "IMAGES_ON_GPUS", False)
+    monkeypatch.setattr(Worker, "__init__", begin)
+    training, compares, host = Worker(0, 1, 0).models, FamilyRank(0, 1, 0).models, RankModels(0, 1, CPU)
+    training.see(None, str(model))
+    with pytest.raises(UserError, match="on CPUs alone"):
+        training.see(str(tmp_path), str(model))
+    for one in (compares, host):
+        one.see(str(tmp_path), str(model))
+    monkeypatch.setattr(ranks, "IMAGES_ON_GPUS", True)
+    training.see(str(tmp_path), str(model))
+    assert all(one.images is not None for one in (training, compares, host))
+
+
+def test_the_estimate_counts_the_features_that_are_kept() -> None:
+    """It imports no torch, so it has a number of its own, and it has to follow this one."""
+    assert FEATURES == KEPT_BYTES
 
 
 def test_an_image_that_reaches_beyond_its_prompt_is_noticed(seen: Seen) -> None:

@@ -18,14 +18,8 @@ from penstock.configs.sections.rollout import RolloutConfig
 from penstock.engines.batches.packing import Rows
 from penstock.engines.commands.rollout import EngineResponses
 from penstock.engines.families.shape import ModelShape, shape_of_weights
-from penstock.engines.rollout.engine import (
-    CPU_KV_CACHE_LIMIT,
-    GIB,
-    Generator,
-    engine_arguments,
-    kv_cache_bytes,
-    stop_token_ids,
-)
+from penstock.engines.rollout.batch_sizes import CPU_KV_CACHE_LIMIT
+from penstock.engines.rollout.engine import GIB, Generator, engine_arguments, kv_cache_bytes, stop_token_ids
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import EOS, Ranks, Shape
 from tests.engines.unpacked import load_unpacked, row_logprobs, row_tokens

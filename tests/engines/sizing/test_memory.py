@@ -39,6 +39,7 @@ from penstock.engines.families.shape import (
 )
 from penstock.engines.groups.slots import SLOTS
 from penstock.engines.models.loading import load_causal_lm
+from penstock.engines.rollout.batch_sizes import CPU_KV_CACHE_LIMIT
 from penstock.engines.sizing.activations import Computation, delta_table, layer_table, total
 from penstock.engines.sizing.memory import (
     GIB,
@@ -343,14 +344,19 @@ def test_vllm_has_copies_of_experts_that_lie_transposed() -> None:
 
 
 def test_models_that_see_keep_features_of_images_on_gpus() -> None:
-    """Actor and reference have 256 MiB each, one of adapters none. Controls: a CPU, text, an encoder that learns."""
+    """Actor and reference have 256 MiB each, one of adapters none; a warm-up has the rank to itself.
+
+    Controls: a CPU, text, an encoder that learns.
+    """
     images: dict[str, Any] = {"data": {"images": "pictures"}}
     part, anew = "features of images", {"model": {"train_encoder": True}}
     seeing = _rank(1, roles=("actor", "reference"))
     assert _phase("update of the actor", seeing, **images)[part] == 2 * 256 * 1024**2
     for rank, sections in ((_rank(1), {}), (seeing, {"actor": {"lora": {"rank": 4, "alpha": 8}}})):
         assert _phase("update of the actor", rank, **images, **sections)[part] == 256 * 1024**2
+    assert _phase("supervised warm-up", seeing, **images, sft={})[part] == 256 * 1024**2
     without = (
+        _phase("supervised warm-up", seeing, sft={}),
         _phase("update of the actor", _rank(1, "cpu"), **images),
         _phase("update of the actor", seeing),
         _phase("update of the actor", seeing, **images, **anew),
@@ -373,6 +379,22 @@ def test_experts_of_the_rollout_are_kept_for_each_token_of_its_cache(count: int,
     sections["rollout"]["kv_cache_gib"] = 1.0
     kept = _phase("rollout", rank, actor={"routing": "replay"}, **sections)[part]
     assert kept == GIB // (2 * 2 * 2 * 32 * 2) * 2 * 2 * width
+
+
+def test_experts_of_the_rollout_are_at_most_those_of_a_cpus_cache() -> None:
+    """Whatever its sequences would need. Control: fewer sequences, which need less than the limit."""
+    mixture = replace(MILLION, model_type="mixtral", experts=ExpertSizes(count=8, chosen=2, inner=32))
+    rank = replace(_rank(1, "cpu"), shapes={"actor": mixture, "rollout": mixture})
+
+    def kept(response: int) -> int:
+        lengths: dict[str, Any] = {
+            "data": {"max_prompt_tokens": 128},
+            "rollout": {"max_response_tokens": response, "max_sequences": 256},
+        }
+        return _phase("rollout", rank, actor={"routing": "replay"}, **lengths)["experts of the rollout"]
+
+    assert kept(128) == 257 * 256 * 2 * 2
+    assert kept(1 << 20) == CPU_KV_CACHE_LIMIT // (2 * 2 * 2 * 32 * 4) * 2 * 2
 
 
 def test_a_schedule_counts_with_its_largest_budget() -> None:

@@ -6,6 +6,7 @@ vLLM's own router and context of a pass stand around the recording, as in its mo
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+from penstock.base.errors import UserError
+from penstock.engines.rollout.routing import capture as recorded
 from penstock.engines.rollout.routing.capture import RouteCapture
+from penstock.engines.sizing.memory import MOST_IN_A_BYTE
 
 LAYERS, CHOSEN, SLOTS = 2, 3, 12
 Hear = Callable[[list[int] | None, torch.Tensor], None]
@@ -80,6 +84,23 @@ def test_what_fills_a_batch_up_reaches_no_slot(experts: int) -> None:
     hear([-1, 3, -1, -1], steps[2])
     capture._keep("one", np.asarray([3, 4, 5]), tokens=4)
     assert (capture.take("one")[0] == steps[2][:, 1].numpy()).all()
+
+
+def test_a_rank_with_a_gpu_refuses_to_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its flow's machine is: here of a model that is not on a CPU. Control: once a training has been seen."""
+    model = nn.Linear(1, 1, device="meta")
+    monkeypatch.setattr(recorded.versions, "routers", lambda _: [SimpleNamespace(top_k=CHOSEN, set_capture_fn=id)])
+    monkeypatch.setattr(recorded, "REPLAY_ON_GPUS", False)
+    with pytest.raises(UserError, match="on CPUs alone so far"):
+        RouteCapture(32).listen(model, SLOTS)
+    monkeypatch.setattr(recorded, "REPLAY_ON_GPUS", True)
+    RouteCapture(32).listen(model, SLOTS)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_the_estimate_counts_the_bytes_that_an_expert_takes(more: int) -> None:
+    """It has a number of its own, up to which one is enough. Control: with an expert more it is not."""
+    assert RouteCapture(MOST_IN_A_BYTE + more)._routes_SLK.itemsize == 1 + more
 
 
 def test_tokens_of_which_nothing_was_heard_are_noticed() -> None:
