@@ -130,10 +130,12 @@ cd "$1"
 (
   until [ -e run/models/final/config.json ]; do sleep 0.01; done
   fallocate -l "$(df --output=avail -B1 . | tail -1)" ballast  # at once; what is left of it is filled after that
-  cat /dev/zero >> ballast
+  while sleep 0.01; do cat /dev/zero >> ballast; done  # and what a checkpoint gives back that found no room
 ) 2>/dev/null &
+filling=$!
 "$2" -m penstock.cli.main train "$3" --run run "${@:4}"
 echo "the training: $?"
+kill $filling; wait $filling
 ls run/summary.json
 rm ballast
 "$2" -m penstock.cli.main train --resume run
