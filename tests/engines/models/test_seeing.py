@@ -17,7 +17,6 @@ import torch
 
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
-from penstock.benchmarks.ranks.family_rank import FamilyRank
 from penstock.configs.sections.trainer import LoraConfig, SftConfig
 from penstock.data.images import ImageFolder
 from penstock.engines.batches.images import NUMBERS, with_images
@@ -30,7 +29,6 @@ from penstock.engines.models.seeing import KEPT_BYTES, sight_of
 from penstock.engines.ranks import models as ranks
 from penstock.engines.ranks.finetuning import _settings
 from penstock.engines.ranks.models import RankModels
-from penstock.engines.ranks.worker import Worker
 from penstock.engines.sizing.memory import FEATURES
 from penstock.engines.weights.lora import adapted_layers, attach, merged_state
 from tests.engines.seeing import (
@@ -231,15 +229,13 @@ def test_deeper_levels_may_come_in_one_piece(model: Path, seen: Seen) -> None:
 def test_only_a_benchmark_sees_on_a_gpu(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank of a training refuses images there, whatever its flow's machine is.
 
-    Controls: rows without any, the benchmark's rank, which shows whether it could, a CPU, and once it has been seen.
+    Controls: rows without any, one that compares, as the benchmark's does (which registers commands: it is not imported
+    here), a CPU, and once it has been seen.
     """
-
-    def begin(self: Worker, *_: Any) -> None:
-        self.models = RankModels(0, 1, torch.device("cuda"))
-
     monkeypatch.setattr(ranks, "IMAGES_ON_GPUS", False)
-    monkeypatch.setattr(Worker, "__init__", begin)
-    training, compares, host = Worker(0, 1, 0).models, FamilyRank(0, 1, 0).models, RankModels(0, 1, CPU)
+    gpu = torch.device("cuda")
+    training, compares, host = (RankModels(0, 1, device) for device in (gpu, gpu, CPU))
+    compares.compares = True
     training.see(None, str(model))
     with pytest.raises(UserError, match="on CPUs alone"):
         training.see(str(tmp_path), str(model))
