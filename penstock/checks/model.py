@@ -32,10 +32,11 @@ from penstock.engines.families.attention import (
     FLEX_HEAD,
     FLOAT32,
     INSTEAD_OF_4,
-    INSTEAD_OF_FLASH,
+    NO_FLEX,
     NOBODY,
     NOT_COMPARED,
     needs_flex,
+    no_flash_kernel,
     of_other_device,
 )
 from penstock.engines.families.images import IMAGES_ON_GPUS, NO_IMAGES_ON_GPUS, sees
@@ -411,7 +412,7 @@ def check_attention(config: TrainConfig) -> None:
     why = flex_alone(config) if gpus else ""
     if gpus and not FLEX_COMPARED:
         if kernel == "flex":
-            raise UserError(f"model.attention=flex: {NOBODY} with it", "leave it out")
+            raise UserError(*NO_FLEX)
         if why == FLOAT32:
             raise UserError(f"model.dtype=float32 needs FlexAttention on a GPU: {NOBODY} with it", "leave it out")
         why = ""  # of models that need it the checks of their folders say so
@@ -424,7 +425,7 @@ def check_attention(config: TrainConfig) -> None:
         _check_heads_of_flex(why, shape)
         return
     if why:
-        raise UserError(f"model.attention={kernel}: the model {why}, for which it has no kernel", INSTEAD_OF_FLASH)
+        raise UserError(*no_flash_kernel(kernel, why))
     if kernel == "flash_attention_4" and (older := [gpu for gpu in gpus if not is_hopper(gpu)]):
         raise UserError(
             f"model.attention={kernel} is for Hopper GPUs, and GPU {older[0]} is a {gpu_name(older[0])}", INSTEAD_OF_4

@@ -24,7 +24,7 @@ from penstock.session.flow_run import RUN_TAG, know_flow_run
 from penstock.session.flow_runs.taken_over import crash_earlier
 from penstock.session.session import Training
 from penstock.state.chain import is_chain
-from penstock.state.manifest import Manifest, Progress, Tracked, read_manifest, write_manifest
+from penstock.state.manifest import Progress, Tracked, read_manifest, read_progress, write_manifest
 from penstock.state.run_folder import RunFolder, append_metrics, drop_partial, read_metrics
 from penstock.state.sweep import sweep_of
 from penstock.trackers.delivery import Delivery
@@ -65,7 +65,7 @@ def open_record(training: Training, recording: Recording) -> Iterator[None]:
     """Keep the trackers' runs of any training open, those of an earlier attempt if they are there; end them always."""
     session, run = training.session(), training.run
     session.kind = recording.kind
-    saved = read_manifest(run) if run.manifest.is_file() else Manifest(Progress())
+    saved = read_progress(run)
     know_flow_run(training, recording.config, recording.algorithm)
     if session.prefect_flow_run_id:
         crash_earlier(saved.prefect_flow_run_id, session.prefect_flow_run_id, f"{RUN_TAG}{run.name}")
@@ -108,7 +108,7 @@ def open_run(training: Training, recording: Recording, name: str, tracker: Track
     session.tracked += (tracked,)
     if earlier is not None:
         tracker.resume()
-    saved = read_manifest(run) if run.manifest.is_file() else Manifest(Progress())
+    saved = read_progress(run)
     opened = {item.tracker for item in session.tracked}
     later = tuple(item for item in saved.tracked if item.tracker in {*recording.trackers} - opened)
     here = dataclasses.replace(saved, kind=session.kind, prefect_flow_run_id=session.prefect_flow_run_id)

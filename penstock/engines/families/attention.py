@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.configs.sections.model import AttentionKernel
-from penstock.engines.families.table import family_of
+from penstock.engines.families.table import CAPS, family_of
 
 FLASH_HEAD = 256  # the largest head that FlashAttention has kernels for
 FLASH_MULTIPLE = 8  # of which the size of a head has to be one
@@ -18,17 +18,23 @@ FLEX_COMPARED = False  # on GPUs, trainer with vLLM: until it is true, what need
 NOBODY = "on GPUs nobody has compared trainer and vLLM"
 NOT_COMPARED = f"which is computed on CPUs alone so far: {NOBODY}"
 FLOAT32 = "computes in float32"
+NO_FLEX = (f"model.attention=flex: {NOBODY} with it", "leave it out")
 
 
 def needs_flex(settings: Mapping[str, Any]) -> str:
     """Return what a model does, by its configuration, that on a GPU FlexAttention alone computes; empty: nothing."""
     family = family_of(settings.get("model_type", ""))
     if any(settings.get(name) is not None for name in family.score_caps):
-        return "caps its attention scores"
+        return CAPS
     sizes = [settings.get(name) or 0 for name in ("v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim")]
     if sizes[0] and sizes[0] == sum(sizes[1:]):  # latent attention, with values of the keys' own size
         return ""
     return family.flex_alone
+
+
+def no_flash_kernel(kernel: AttentionKernel, why: str) -> tuple[str, str]:
+    """Return what is wrong with FlashAttention for a model that needs FlexAttention, which is `why`, and what to do."""
+    return f"model.attention={kernel}: the model {why}, for which it has no kernel", INSTEAD_OF_FLASH
 
 
 def of_other_device(kernel: AttentionKernel, gpu: bool) -> tuple[str, str]:

@@ -316,9 +316,10 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
     config = of_decoder(config)
     weights = _loaded(config, weights)
     heads, model_type = config["num_attention_heads"], config.get("model_type", "")
-    family, latent = family_of(model_type), _latent(config, family_of(model_type))
+    family = family_of(model_type)
+    latent = _latent(config, family)
     attention = sum(name.endswith(".q_proj.weight") for name in weights) if family.mixers else _layers(config)
-    windowed_layers, query_norm = _windowed_layers(config), f".{family_of(model_type).query_norm}.weight"
+    windowed_layers, query_norm = _windowed_layers(config), f".{family.query_norm}.weight"
     return ModelShape(
         parameters=sum(prod(shape) for shape in weights.values()),
         layers=_layers(config),
@@ -334,12 +335,12 @@ def shape_of_weights(config: Mapping[str, Any], weights: Mapping[str, Sequence[i
         query_key_norms=any(name.endswith(query_norm) for name in weights),
         model_type=model_type,
         latent=latent,
-        delta=_delta(config, family_of(model_type), weights),
+        delta=_delta(config, family, weights),
         mamba=mamba_sizes(config, weights) if family.mixers and not family.delta_net else None,
         convolution=convolution_sizes(config, weights) if family.mixers else None,
         without_attention=_layers(config) - attention,
-        encoder=_encoder(family_of(model_type), weights),
-        **_experts(config, family_of(model_type), weights),
+        encoder=_encoder(family, weights),
+        **_experts(config, family, weights),
     )
 
 

@@ -147,6 +147,7 @@ class Family:
 
 USUAL = Family()
 LATENT = "compresses keys and values (multi-head latent attention)"
+SINKS, CAPS = "has attention sinks", "caps its attention scores"
 MAMBA = ("in_proj", "conv1d")  # of Mamba 2: what comes stacked as in vLLM
 APART = (  # a gated delta net of whose projections queries, keys and values alone come stacked
     Linear("in_proj_qkvz", ("in_proj_qkv", "in_proj_z")),
@@ -207,7 +208,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         ("gpt_oss",),
         sink_weights=(),
-        flex_alone="has attention sinks",
+        flex_alone=SINKS,
         experts=(
             *_experts_in("mlp"),
             ("mlp.experts.gate_up_proj_bias", "mlp.experts.w13_bias"),

@@ -16,11 +16,12 @@ from penstock.engines.families.attention import (
     FLEX_COMPARED,
     FLOAT32,
     INSTEAD_OF_4,
-    INSTEAD_OF_FLASH,
-    NOBODY,
+    NO_FLEX,
     NOT_COMPARED,
+    no_flash_kernel,
     of_other_device,
 )
+from penstock.engines.families.table import CAPS, SINKS
 from penstock.engines.kernels import flash_attention, gated_mlp
 from penstock.engines.kernels.flex_attention import packed_flex_attention
 
@@ -48,7 +49,7 @@ def choose_attention(kernel: AttentionKernel, device_type: str, compares: bool =
         why = flash_attention.obstacle() if flash_attention.on_hopper() else "this rank's GPU is no Hopper GPU"
         raise UserError(f"model.attention={kernel}: {why}", INSTEAD_OF_4)
     if kernel == "flex" and not (FLEX_COMPARED or compares):
-        raise UserError(f"model.attention=flex: {NOBODY} with it", "leave it out")
+        raise UserError(*NO_FLEX)
     _chosen[:], _flex_compared[:] = [kernel], [FLEX_COMPARED or compares]
 
 
@@ -120,9 +121,9 @@ def chosen() -> AttentionKernel:
 def _flex_alone(query_N: torch.Tensor, value_K: torch.Tensor, softcap: float | None, sinks: torch.Tensor | None) -> str:
     """Return what a model does that FlexAttention alone computes; empty: nothing."""
     if softcap is not None:
-        return "caps its attention scores"
+        return CAPS
     if sinks is not None:
-        return "has attention sinks"
+        return SINKS
     if value_K.shape[-1] != query_N.shape[-1]:
         return "has values of another size than its keys"
     return FLOAT32 if query_N.is_cuda and query_N.dtype == torch.float32 else ""
@@ -134,7 +135,7 @@ def _by_flex(why: str, *arguments: Any) -> torch.Tensor:
     if not _flex_compared[0]:
         raise unpackable("the model", f"{why}, {NOT_COMPARED}")
     if why and chosen().startswith("flash"):
-        raise UserError(f"model.attention={chosen()}: the model {why}, for which it has no kernel", INSTEAD_OF_FLASH)
+        raise UserError(*no_flash_kernel(chosen(), why))
     return packed_flex_attention(*arguments)
 
 

@@ -134,7 +134,7 @@ def delta_table(shape: ModelShape, computation: Computation, keys: float = 1.0) 
         Kept("gated norm's output", w * value, "input of out_proj"),
     ]
     return [
-        *(Kept(kept.module, int(kept.bytes_per_token * keys), kept.reason) for kept in mixed),
+        *_of_keys(mixed, keys),
         Kept("second norm's output", w * hidden, "input of gate and up"),
         Kept("norms", 2 * (2 * FLOAT32 * hidden + FLOAT32), "input and normalised, in float32; one number per token"),
         *_mlp_table(inner, computation),
@@ -174,7 +174,7 @@ def mamba_table(shape: ModelShape, computation: Computation, keys: float = 1.0) 
         ),
         Kept("gated norm's output", w * inner, "input of out_proj"),
     ]
-    return [Kept(kept.module, int(kept.bytes_per_token * keys), kept.reason) for kept in mixed]
+    return _of_keys(mixed, keys)
 
 
 def convolution_table(shape: ModelShape, computation: Computation, keys: float = 1.0) -> list[Kept]:
@@ -186,7 +186,12 @@ def convolution_table(shape: ModelShape, computation: Computation, keys: float =
         Kept("convolution", 2 * w * hidden, "its input; its output, for its product with the second gate"),
         Kept("gated", w * hidden, "input of out_proj"),
     ]
-    return [Kept(kept.module, int(kept.bytes_per_token * keys), kept.reason) for kept in mixed]
+    return _of_keys(mixed, keys)
+
+
+def _of_keys(table: list[Kept], keys: float) -> list[Kept]:
+    """Return per token what a table says of each key that a layer with a state computes."""
+    return [Kept(kept.module, int(kept.bytes_per_token * keys), kept.reason) for kept in table]
 
 
 def _norm_table(shape: ModelShape, w: int, count: int) -> list[Kept]:

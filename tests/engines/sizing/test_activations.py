@@ -18,7 +18,7 @@ from penstock.benchmarks.workload.families import write_family
 from penstock.engines.batches.packing import Rows, pack
 from penstock.engines.batches.row_groups import group_rows
 from penstock.engines.batches.shares import RankSet
-from penstock.engines.families.shape import read_shape
+from penstock.engines.families.shape import ModelShape, read_shape
 from penstock.engines.kernels import lm_head as logprobs
 from penstock.engines.kernels import sequence_parallel
 from penstock.engines.kernels.gated_mlp import gate_in_products
@@ -124,17 +124,24 @@ def test_the_table_is_what_a_mixture_keeps(
     assert kept_bytes(replace(sizes, experts=None), computation, MICRO_BATCH) != pytest.approx(kept, rel=0.05)
 
 
+def _of_whole_chunks(
+    family: str, dtype: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, ModelShape, Computation, MicroBatch]:
+    """Return what autograd keeps of rows of two whole chunks, and what the table gets of them."""
+    monkeypatch.setitem(_rows.__globals__, "PROMPT", 40)
+    monkeypatch.setitem(_rows.__globals__, "RESPONSE", 88)
+    policy = PackedPolicy(load_causal_lm(write_family(family, folder), dtype, False)).train()
+    batch, computation = MicroBatch(128 * ROWS, 88 * ROWS), Computation(dtype.itemsize, "cpu")
+    return _kept(policy, _rows(1)), read_shape(folder), computation, batch
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["Qwen 3.5", "Qwen 3 Next"])
 def test_the_table_is_what_gated_delta_nets_keep(
     family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within 2 %, of rows of two whole chunks. Control: the table of attention in each layer."""
-    monkeypatch.setitem(_rows.__globals__, "PROMPT", 40)
-    monkeypatch.setitem(_rows.__globals__, "RESPONSE", 88)
-    policy = PackedPolicy(load_causal_lm(write_family(family, tmp_path), dtype, False)).train()
-    kept, sizes, batch = _kept(policy, _rows(1)), read_shape(tmp_path), MicroBatch(128 * ROWS, 88 * ROWS)
-    computation = Computation(dtype.itemsize, "cpu")
+    kept, sizes, computation, batch = _of_whole_chunks(family, dtype, tmp_path, monkeypatch)
     assert kept_bytes(sizes, computation, batch) == pytest.approx(kept, rel=0.02)
     assert kept_bytes(replace(sizes, delta=None), computation, batch) < 0.7 * kept
 
@@ -145,11 +152,7 @@ def test_the_table_is_what_other_layers_with_a_state_keep(
     family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within 2 %, of rows of whole chunks. Control: the table of attention in each layer."""
-    monkeypatch.setitem(_rows.__globals__, "PROMPT", 40)
-    monkeypatch.setitem(_rows.__globals__, "RESPONSE", 88)
-    policy = PackedPolicy(load_causal_lm(write_family(family, tmp_path), dtype, False)).train()
-    kept, sizes, batch = _kept(policy, _rows(1)), read_shape(tmp_path), MicroBatch(128 * ROWS, 88 * ROWS)
-    computation = Computation(dtype.itemsize, "cpu")
+    kept, sizes, computation, batch = _of_whole_chunks(family, dtype, tmp_path, monkeypatch)
     assert kept_bytes(sizes, computation, batch) == pytest.approx(kept, rel=0.02)
     attention = replace(sizes, mamba=None, convolution=None, without_attention=0, model_type="llama")
     assert kept_bytes(attention, computation, batch) != pytest.approx(kept, rel=0.05)
