@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from penstock.base.errors import UserError
-from penstock.cli.main import app
+from penstock.cli.app import app
 from penstock.cli.serving.serve import model_folder, serve, server_command
 from tests.processes import words_of
 
