@@ -39,7 +39,7 @@ from penstock.engines.families.shape import (
 )
 from penstock.engines.groups.slots import SLOTS
 from penstock.engines.models.loading import load_causal_lm
-from penstock.engines.rollout.batch_sizes import CPU_KV_CACHE_LIMIT
+from penstock.engines.rollout.batch_sizes import CPU_KV_CACHE_LIMIT, GPU_KV_CACHE_SHARE
 from penstock.engines.sizing.activations import Computation, delta_table, layer_table, total
 from penstock.engines.sizing.memory import (
     GIB,
@@ -381,10 +381,12 @@ def test_experts_of_the_rollout_are_kept_for_each_token_of_its_cache(count: int,
     assert kept == GIB // (2 * 2 * 2 * 32 * 2) * 2 * 2 * width
 
 
-def test_experts_of_the_rollout_are_at_most_those_of_a_cpus_cache() -> None:
-    """Whatever its sequences would need. Control: fewer sequences, which need less than the limit."""
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_experts_of_the_rollout_are_at_most_those_of_what_a_cache_may_take(device: str) -> None:
+    """Whatever its sequences would need. Control: shorter sequences, which need less than the limit."""
     mixture = replace(MILLION, model_type="mixtral", experts=ExpertSizes(count=8, chosen=2, inner=32))
-    rank = replace(_rank(1, "cpu"), shapes={"actor": mixture, "rollout": mixture})
+    rank = replace(_rank(1, device), shapes={"actor": mixture, "rollout": mixture}, free=10 * GIB)
+    limit, width = (CPU_KV_CACHE_LIMIT, 4) if device == "cpu" else (int(GPU_KV_CACHE_SHARE * rank.free), 2)
 
     def kept(response: int) -> int:
         lengths: dict[str, Any] = {
@@ -394,7 +396,7 @@ def test_experts_of_the_rollout_are_at_most_those_of_a_cpus_cache() -> None:
         return _phase("rollout", rank, actor={"routing": "replay"}, **lengths)["experts of the rollout"]
 
     assert kept(128) == 257 * 256 * 2 * 2
-    assert kept(1 << 20) == CPU_KV_CACHE_LIMIT // (2 * 2 * 2 * 32 * 4) * 2 * 2
+    assert kept(1 << 20) == limit // (2 * 2 * 2 * 32 * width) * 2 * 2
 
 
 def test_a_schedule_counts_with_its_largest_budget() -> None:
