@@ -60,7 +60,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(cli, "quiet_libraries", lambda: None)  # it sets variables of the whole process
+    monkeypatch.setattr(
+        "penstock.cli.libraries.quiet_libraries", lambda: None
+    )  # it sets variables of the whole process
     monkeypatch.setattr(training, "_run_flow", start)
     for module in (memory, model):
         monkeypatch.setattr(module, "visible_gpus", lambda: [])
@@ -574,6 +576,27 @@ def test_help_imports_neither_engines_nor_prefect() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "reinforcement learning" in done.stdout
     assert done.stdout.splitlines()[-1] == "['typer']"
+
+
+@pytest.mark.parametrize("first", ["the first import", "the last one"])
+@pytest.mark.parametrize("ignored", [False, True], ids=["heeded", "ignored"])
+def test_ctrl_c_while_the_command_is_imported_ends_it_with_a_word(first: str, ignored: bool) -> None:
+    """Even where Python drops exceptions, as in a finaliser. Control: a shell's background job, which ignores it."""
+    module = "typer" if first == "the first import" else "penstock.session.flow_runs.failures"
+    code = (
+        "import signal, sys\n"
+        f"if {ignored}: signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "class Finalised:\n"
+        "    def __del__(self): signal.raise_signal(signal.SIGINT)\n"
+        "class Finder:\n"
+        f"    def find_spec(self, name, *_): name != {module!r} or Finalised() is None\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from penstock.cli.main import main\n"
+        "sys.argv = ['penstock', '--version']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == ((0, "") if ignored else (130, "stopped\n"))
+    assert done.stdout.startswith("penstock ") == ignored
 
 
 @pytest.mark.parametrize("quiet", [True, False])

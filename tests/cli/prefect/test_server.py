@@ -57,7 +57,8 @@ import os, signal, sys, time
 from pathlib import Path
 from penstock.cli import main as cli
 from penstock.cli import running
-cli.quiet_libraries()
+from penstock.cli.libraries import quiet_libraries
+quiet_libraries()
 from prefect import flow, task
 from prefect.client.orchestration import get_client
 
@@ -81,9 +82,9 @@ finally:
 # A flow whose server is killed before each of its two child flows. What the last server knows comes at the end.
 BEREFT = """
 import os, signal
-from penstock.cli import main as cli
+from penstock.cli.libraries import quiet_libraries
 from penstock.cli.prefect.server import start_server
-cli.quiet_libraries()
+quiet_libraries()
 start_server()
 from prefect import flow
 from prefect.client.orchestration import get_client
