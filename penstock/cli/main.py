@@ -19,6 +19,8 @@ from penstock.cli.commands import bench, chains, machine, models, runs, sweeps, 
 from penstock.cli.libraries import quiet_libraries
 from penstock.cli.resume_option import ResumesNewest
 from penstock.cli.terminal import console, errors, escaped
+from penstock.configs.loading.keys import exists
+from penstock.configs.schema import TrainConfig
 from penstock.session.flow_runs.failures import MISTAKE, told
 
 ABOUT = "Post-train language models with reinforcement learning, as a Prefect workflow."
@@ -83,7 +85,7 @@ def main() -> None:
         code = 130
     except Exception as error:
         if hasattr(error, "format_message"):
-            _fail(error.format_message())  # click's own usage errors; empty where the help is the answer
+            _fail(error.format_message() + _meant_key(error))  # click's own; empty where the help is the answer
         if _is_interruption(error):
             code = 130
         elif (failure := told(error, sys.argv[1:])) is None:
@@ -94,6 +96,13 @@ def main() -> None:
         if code == 130:
             errors.print("stopped")
         raise SystemExit(code)
+
+
+def _meant_key(error: Exception) -> str:
+    """Return what to write instead of an option that is a key of recipes, empty for any other error."""
+    key = str(getattr(error, "option_name", "")).removeprefix("--")
+    known = sys.argv[1:2] and sys.argv[1] in COMMANDS[TRAIN] and exists(key.split("."), TrainConfig)
+    return f"\n  a key of a recipe is given without dashes: {key}=VALUE" if known else ""
 
 
 def _is_interruption(error: Exception) -> bool:
