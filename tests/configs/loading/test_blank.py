@@ -141,8 +141,10 @@ def test_what_does_not_train_by_a_form_has_one_field_for_each_parameter(flow: An
 def test_the_server_takes_a_plain_form_with_and_without_its_fields() -> None:
     """Empty fields and null are what the flow's defaults are; a missing run and a wrong type are refused."""
     schema = plain(parameter_schema(export).model_dump())
-    for given in {"run": "runs/sums"}, {"run": "runs/sums", "checkpoint": None, "to": "model"}:
+    taken: list[dict[str, Any]] = [{"run": "runs/sums"}, {"run": "runs/sums", "checkpoint": None, "to": "model"}]
+    refused: list[dict[str, Any]] = [{}, {"run": "runs/sums", "to": 3}]
+    for given in taken:
         validate(given, schema, raise_on_error=True, ignore_required=False)
-    for given in {}, {"run": "runs/sums", "to": 3}:
+    for given in refused:
         with pytest.raises(ValidationError):
             validate(given, schema, raise_on_error=True, ignore_required=False)
