@@ -85,7 +85,8 @@ def main() -> None:
         code = 130
     except Exception as error:
         if hasattr(error, "format_message"):
-            _fail(error.format_message() + _meant_key(error))  # click's own; empty where the help is the answer
+            # Click's own; empty where the help is the answer. Pydantic's word before ours says nothing.
+            _fail(error.format_message().replace("Value error, ", "") + _meant_key(error))
         if _is_interruption(error):
             code = 130
         elif (failure := told(error, sys.argv[1:])) is None:

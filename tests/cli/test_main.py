@@ -607,3 +607,9 @@ def test_a_folder_is_shown_so_that_it_can_be_typed(here: Path, penstock: Callabl
     (here / "far away").mkdir()
     run.path.rename(here / "far away" / "run")
     assert "penstock ui 'far away'" in penstock("train", "--resume", "far away/run")
+
+
+def test_another_kind_of_keys_is_refused_in_words(refusal: Callable[..., str]) -> None:
+    """Without the word that pydantic puts before ours."""
+    said = refusal("keys", "trian")
+    assert "'trian' is not one of 'train'" in said and "Value error" not in said
