@@ -5,7 +5,7 @@ Left out: the commands themselves (penstock/cli/commands), and how one ends (pen
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -14,6 +14,8 @@ from penstock import __version__
 from penstock.cli.commands import bench, chains, machine, models, runs, sweeps, training
 from penstock.cli.resume_option import ResumesNewest
 from penstock.cli.terminal import console
+from penstock.configs.loading.keys import exists
+from penstock.configs.schema import TrainConfig
 
 ABOUT = "Post-train language models with reinforcement learning, as a Prefect workflow."
 
@@ -64,6 +66,17 @@ for panel, commands in COMMANDS.items():
         app.command(name, cls=ResumesNewest if panel == TRAIN else None, rich_help_panel=panel)(command)
 
 app.add_typer(bench.app, name="bench", rich_help_panel="Prepare the machine")
+
+
+def meant_key(error: Exception, arguments: Sequence[str]) -> str:
+    """Return what to write instead of an option that is a key of recipes, empty for any other error.
+
+    Args:
+        arguments: of the command line.
+    """
+    key = str(getattr(error, "option_name", "")).removeprefix("--")
+    known = arguments and arguments[0] in COMMANDS[TRAIN] and exists(key.split("."), TrainConfig)
+    return f"\n  a key of a recipe is given without dashes: {key}=VALUE" if known else ""
 
 
 def _print_version(wanted: bool) -> None:

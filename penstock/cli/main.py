@@ -21,7 +21,7 @@ def main() -> None:
 
         import typer
 
-        from penstock.cli.app import app
+        from penstock.cli.app import app, meant_key
         from penstock.cli.libraries import quiet_libraries
         from penstock.cli.terminal import errors
         from penstock.session.flow_runs.failures import MISTAKE, told
@@ -35,7 +35,9 @@ def main() -> None:
         code = STOPPED
     except Exception as error:
         if hasattr(error, "format_message"):
-            _fail(error.format_message(), MISTAKE)  # click's own usage errors; empty where the help is the answer
+            # Click's own; empty where the help is the answer. Pydantic's word before ours says nothing.
+            said = error.format_message().replace("Value error, ", "") + meant_key(error, sys.argv[1:])
+            _fail(said, MISTAKE)
         if _is_interruption(error):
             code = STOPPED
         elif (failure := told(error, sys.argv[1:])) is None:

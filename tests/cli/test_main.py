@@ -125,7 +125,7 @@ def test_a_right_recipe_starts(penstock: Callable[..., str]) -> None:
         (["recipe.yml"], "recipe.yml does not exist", "give the path of a YAML file"),
         (["recipe.yaml", "rollout.sampels=4"], "rollout.sampels", "did you mean 'rollout.samples'?"),
         (["recipe.yaml", "rollout.samples"], "'rollout.samples' is not section.key=value", "rollout.samples=16"),
-        (["recipe.yaml", "rollout.samples=many"], "rollout.samples: must be a valid integer", "given: 'many'"),
+        (["recipe.yaml", "rollout.samples=many"], "rollout.samples: must be a whole number", "given: 'many'"),
         (
             ["recipe.yaml", "algorithm.settings.gae_lambda=0.9"],
             "algorithm.settings.gae_lambda: has no effect with advantage 'grpo'",
@@ -170,6 +170,9 @@ def test_a_right_recipe_starts(penstock: Callable[..., str]) -> None:
         ),
         (["recipe.yaml", "rollout.max_response_tokens=64"], "is 96, the model has 64 positions", "lower one"),
         (["recipe.yaml", "--dry-rum"], "No such option", "--dry-run"),
+        (["recipe.yaml", "--iterations", "3"], "No such option", "without dashes: iterations=VALUE"),
+        (["recipe.yaml", "--rollout.samples=3"], "No such option", "without dashes: rollout.samples=VALUE"),
+        (["."], ". is a folder", "a YAML file"),
     ],
 )
 def test_a_wrong_recipe_or_override_is_refused(
@@ -627,3 +630,9 @@ def test_a_folder_is_shown_so_that_it_can_be_typed(here: Path, penstock: Callabl
     (here / "far away").mkdir()
     run.path.rename(here / "far away" / "run")
     assert "penstock ui 'far away'" in penstock("train", "--resume", "far away/run")
+
+
+def test_another_kind_of_keys_is_refused_in_words(refusal: Callable[..., str]) -> None:
+    """Without the word that pydantic puts before ours."""
+    said = refusal("keys", "trian")
+    assert "'trian' is not one of 'train'" in said and "Value error" not in said
