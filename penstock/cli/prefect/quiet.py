@@ -7,6 +7,7 @@ still gets every record, tracebacks included.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ INTERRUPTED = ("Execution was aborted by an interrupt signal", "Execution was ab
 BY_PREFECT = "encountered an exception"  # in the message of each state that Prefect makes of one
 # Of flow runs, of task runs, and of either before it has a name: an interruption may fall there, too.
 LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine")
+NAMED = re.compile(r"exception(?: during execution)?:? (\w+)")  # where Prefect's words name the kind of an exception
 # How Prefect's own words of an end begin.
 ENDS = ("Finished in state", "Encountered exception", "Task run failed with", "Crash detected")
 
@@ -49,9 +51,11 @@ def _is_not_told(record: logging.LogRecord) -> bool:
         return True
     if said.startswith("Finished in state Failed") and BY_PREFECT not in said:
         return False
-    kind = record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else ""
-    known = {*TOLD, *_names_of(UserError), *_names_of(FailedInWords)}
-    return kind not in known and not any(words in said for words in (*known, *INTERRUPTED))
+    if any(words in said for words in INTERRUPTED):
+        return False
+    named = NAMED.search(said)
+    kind = record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else named[1] if named else ""
+    return kind not in {*TOLD, *_names_of(UserError), *_names_of(FailedInWords)}
 
 
 def _names_of(kind: type[Exception]) -> set[str]:

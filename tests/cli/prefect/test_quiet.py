@@ -53,16 +53,19 @@ def test_an_interruption_between_two_runs_is_not_said_twice(handler: PrefectCons
 def test_what_the_command_says_in_a_sentence_has_no_traceback_of_prefects(
     handler: PrefectConsoleHandler, kind: type[Exception]
 ) -> None:
-    """Every kind of mistake and of failure in words. Control: a defect keeps its traceback."""
+    """Every kind of mistake and of failure in words. Control: a defect keeps its traceback, whatever it names."""
     said = logging.getLogger("prefect.task_runs")
     with quiet_terminal():
-        for error in kind("the problem", "the remedy"), ZeroDivisionError("a defect"):
-            said.error("Task run failed with exception: %r", error, exc_info=error)
+        for error in kind("the problem", "the remedy"), ZeroDivisionError(f"a defect, no {kind.__name__}"):
             name = type(error).__name__
+            said.error("Task run failed with exception: %r", error, exc_info=error)
             said.error(f'Finished in state Failed("Task run encountered an exception {name}: {error}")')
+            said.error(f'Finished in state Failed("Flow run encountered an exception: {name}: {error}")')
+            said.error("Encountered exception during execution: %r", error)
+            said.error(f"Crash detected! Execution was interrupted by an unexpected exception: {name}: {error}")
     lines = handler.stream.getvalue()
-    assert "problem" not in lines and kind.__name__ not in lines
-    assert lines.count("ZeroDivisionError: a defect") == 2
+    assert "problem" not in lines
+    assert lines.count("ZeroDivisionError: a defect") == 4 and lines.count("ZeroDivisionError(") == 2
 
 
 @pytest.mark.parametrize("terminal", [True, False])
