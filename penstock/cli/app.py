@@ -15,7 +15,6 @@ from penstock.cli.commands import bench, chains, machine, models, runs, sweeps, 
 from penstock.cli.resume_option import ResumesNewest
 from penstock.cli.terminal import console
 from penstock.configs.loading.keys import exists
-from penstock.configs.schema import TrainConfig
 
 ABOUT = "Post-train language models with reinforcement learning, as a Prefect workflow."
 
@@ -74,9 +73,13 @@ def meant_key(error: Exception, arguments: Sequence[str]) -> str:
     Args:
         arguments: of the command line.
     """
+    from penstock.cli.prefect.form import TREES
+
     key = str(getattr(error, "option_name", "")).removeprefix("--")
-    known = arguments and arguments[0] in COMMANDS[TRAIN] and exists(key.split("."), TrainConfig)
-    return f"\n  a key of a recipe is given without dashes: {key}=VALUE" if known else ""
+    command = arguments[0] if arguments else ""
+    tree = TREES.get("train" if command == "sweep" else command)  # of no chain, whose keys begin with a stage
+    is_key = tree is not None and exists(key.split("."), tree)
+    return f"\n  a key of a recipe is given without dashes: {key}=VALUE" if is_key else ""
 
 
 def _print_version(wanted: bool) -> None:

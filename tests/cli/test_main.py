@@ -632,6 +632,24 @@ def test_a_folder_is_shown_so_that_it_can_be_typed(here: Path, penstock: Callabl
     assert "penstock ui 'far away'" in penstock("train", "--resume", "far away/run")
 
 
+@pytest.mark.parametrize(
+    ("command", "option", "is_key"),
+    [
+        ("preference", "loss.settings.beta", True),
+        ("preference", "rollout.samples", False),
+        ("sweep", "rollout.samples", True),
+        ("chain", "iterations", False),
+        ("doctor", "iterations", False),
+    ],
+)
+def test_an_option_is_called_a_key_where_the_command_has_that_key(
+    refusal: Callable[..., str], command: str, option: str, is_key: bool
+) -> None:
+    """What the message proposes would be taken. Control: a key of another command's recipe is no option, no more."""
+    said = refusal(command, "recipe.yaml", f"--{option}=3")
+    assert "No such option" in said and (f"without dashes: {option}=VALUE" in said) == is_key
+
+
 def test_another_kind_of_keys_is_refused_in_words(refusal: Callable[..., str]) -> None:
     """Without the word that pydantic puts before ours."""
     said = refusal("keys", "trian")
