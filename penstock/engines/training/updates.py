@@ -130,12 +130,17 @@ def _check_outputs(name: str, outputs: object, logprobs_T: torch.Tensor) -> None
     """Check what a policy loss, perhaps a user's, returned.
 
     Raises:
-        UserError: it is not `PolicyLossOutputs` with a loss for each token.
+        UserError: it is not `PolicyLossOutputs` of tensors with a loss for each token.
     """
     remedy = "see 'An algorithm of your own' in docs/algorithms.md"
     if not isinstance(outputs, PolicyLossOutputs):
         what = f"{type(outputs).__name__}, not penstock.algorithms.policy_losses.types.PolicyLossOutputs"
         raise UserError(f"policy loss '{name}' returned {what}", remedy)
+    for column, values in {"loss_T": outputs.loss_T, **outputs.metrics_T}.items():
+        if not isinstance(values, torch.Tensor):
+            raise UserError(
+                f"policy loss '{name}' returned {column} of type {type(values).__name__}, no tensor", remedy
+            )
     shape, tokens = tuple(outputs.loss_T.shape), tuple(logprobs_T.shape)
     if shape != tokens:
         raise UserError(f"policy loss '{name}' returned loss_T of shape {shape}, not {tokens}", remedy)

@@ -150,7 +150,7 @@ def check_advantages(name: str, inputs: AdvantageInputs, result: object) -> None
     """Check what a user's estimator returned, before anything is learnt from it.
 
     Raises:
-        UserError: it is not `Advantages` in float32, one per token.
+        UserError: it is not `Advantages` of arrays in float32, one per token.
     """
     what = f"advantage '{name}' returned"
     remedy = "see 'An algorithm of your own' in docs/algorithms.md"
@@ -162,9 +162,12 @@ def check_advantages(name: str, inputs: AdvantageInputs, result: object) -> None
         "returns_T": (result.returns_T, tokens),
         "accepted_B": (result.accepted_B, rows),
     }
-    for column, (values, shape) in columns.items():
-        if values is not None and np.shape(values) != shape:
-            raise UserError(f"{what} {column} of shape {np.shape(values)}, not {shape}", remedy)
+    given = {column: found for column, found in columns.items() if found[0] is not None or column == "advantages_T"}
+    for column, (values, shape) in given.items():
+        if not isinstance(values, np.ndarray):
+            raise UserError(f"{what} {column} of type {type(values).__name__}, not an array of numpy", remedy)
+        if values.shape != shape:
+            raise UserError(f"{what} {column} of shape {values.shape}, not {shape}", remedy)
     if result.advantages_T.dtype != np.float32:
         raise UserError(f"{what} advantages_T in {result.advantages_T.dtype}, not float32", remedy)
 

@@ -121,12 +121,15 @@ def test_tokens_are_chosen_in_each_mini_batch_by_itself(
         (torch.zeros(()), "returned Tensor, not penstock"),
         (None, "returned NoneType, not penstock"),
         (PolicyLossOutputs(torch.zeros(()), {}), r"loss_T of shape \(\), not \(3,\)"),
+        (PolicyLossOutputs(0.5, {}), "returned loss_T of type float, no tensor"),  # type: ignore[arg-type]
+        (PolicyLossOutputs(torch.zeros(3), {"share": 0.5}), "returned share of type float"),  # type: ignore[dict-item]
     ],
 )
 def test_what_a_loss_of_a_users_returns_is_checked(returned: object, words: str) -> None:
-    """Before anything is learnt from it. Control: a loss for each token."""
+    """Before anything is learnt from it. Control: a loss for each token, and a figure for each or for all."""
     logprobs_T = torch.zeros(3)
-    _check_outputs("my_loss:mean", PolicyLossOutputs(logprobs_T, {}), logprobs_T)
+    figures = {"share": logprobs_T, "scale": torch.ones(())}
+    _check_outputs("my_loss:mean", PolicyLossOutputs(logprobs_T, figures), logprobs_T)
     with pytest.raises(UserError, match=words):
         _check_outputs("my_loss:mean", returned, logprobs_T)
 

@@ -149,6 +149,7 @@ def test_a_function_of_ones_own_is_called_with_its_settings(tmp_path: Path) -> N
     ("name", "words"),
     [
         ("plain_array", "returned ndarray, not"),
+        ("plain_list", "advantages_T of type list, not an array"),
         ("per_row", r"shape \(4,\), not \(6,\)"),
         ("endless", "not finite"),
         ("raising", r"raised LookupError: no such column \(own_algorithm.py:\d+\)"),
