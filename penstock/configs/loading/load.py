@@ -36,7 +36,14 @@ Tree = TypeVar("Tree", bound=Recipe)
 MAPPING = re.compile(r"a valid dictionary( or instance of \w+)?")
 NAME = re.compile(r"'([^']*)'")
 # Pydantic's words for the types, and what it says of the text that it tried to read as one.
-TYPES = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
+TYPES = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "text",
+    "list": "a list",
+    "tuple": "a list",
+}
 TYPE = re.compile(rf"a valid ({'|'.join(TYPES)})(, (unable to|got a number with a fractional part).*)?$")
 EVERY_KEY = "penstock keys lists every valid key"
 

@@ -190,6 +190,8 @@ def test_every_mistake_is_listed_once_by_its_key() -> None:
         ("rollout.temperature=hot", "rollout.temperature: must be a number (given: 'hot')"),
         ("actor.gradient_checkpointing=maybe", "actor.gradient_checkpointing: must be true or false (given: 'maybe')"),
         ("name=3", "name: must be text (given: 3)"),
+        ("groups.main.roles=3", "groups.main.roles: must be a list (given: 3)"),
+        ("actor.optimizer.betas=3", "actor.optimizer.betas: must be a list (given: 3)"),
     ],
 )
 def test_a_wrong_type_is_said_in_words(override: str, words: str) -> None:
