@@ -148,9 +148,9 @@ def schemas_of(spec: str, made: object) -> list[dict[str, Any]]:
 
 
 def _meant_environment(made: object) -> str:
-    """Return what a class with `step` may lack, whose methods became tools because its `reset` takes something else."""
+    """Return what a class with `step` may lack: its methods count as tools where its `reset` takes something else."""
     has_step = callable(getattr(made, "step", None))
-    return "; one that is no class of tools, as its step(text) says, has reset(row, seed)" if has_step else ""
+    return "; an environment with step(text), which this may be, needs reset(row, seed)" if has_step else ""
 
 
 def _tool(played: object, call: ToolCall) -> Callable[[], object]:

@@ -43,7 +43,8 @@ def take_over(folder: Path, tag: str) -> None:
     if not this_flow_run.id:
         return
     with get_client(sync_client=True) as client:
-        client.update_flow_run(UUID(this_flow_run.id), tags=[*{**dict.fromkeys(this_flow_run.tags or ()), tag: None}])
+        tags = list(dict.fromkeys([*(this_flow_run.tags or ()), tag]))  # once, also where it is started again
+        client.update_flow_run(UUID(this_flow_run.id), tags=tags)
     kept = folder / FLOW_RUN
     crash_earlier(kept.read_text(encoding="utf-8") if kept.is_file() else None, this_flow_run.id, tag)
     write_text(kept, this_flow_run.id)

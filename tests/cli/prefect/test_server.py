@@ -56,7 +56,6 @@ finally:
 STOPPED = """
 import os, signal, sys, time
 from pathlib import Path
-from penstock.cli import main as cli
 from penstock.cli import running
 from penstock.cli.libraries import quiet_libraries
 quiet_libraries()
@@ -115,7 +114,6 @@ with get_client(sync_client=True) as client:
 STARTING = """
 import subprocess, sys, time
 from penstock.cli.prefect import server
-from penstock.cli.prefect.deploy import LOCAL_SERVER, next_commands
 with server._sessions_of_their_own():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     print(child.pid, flush=True)
