@@ -3,10 +3,11 @@
 Nobody tells Prefect of a process that a kernel ends: a worker does of its own, an automation of `penstock deploy` of
 those without a heartbeat, and a command's temporary server calls the run "Running" for ever. The attempt that goes on
 holds the run folder's lock, so the one before it is over, and that is what it tells Prefect. A copy of a run folder
-names a flow run that may be alive: its tag says of which folder it is. A training's manifest has the id of its flow
-run; the folder of a chain or a sweep, which has no manifest, has a file with it.
+names a flow run that may be alive: its tag has the name of the folder that it is of. A training's manifest has the id
+of its flow run; the folder of a chain or a sweep, which has no manifest, has a file with it.
 
-Left out: task runs, which Prefect itself leaves as they were in a crashed flow run.
+Left out: task runs, which Prefect itself leaves as they were in a crashed flow run; a copy that has the same name in
+another place, which is not told apart.
 """
 
 from __future__ import annotations
