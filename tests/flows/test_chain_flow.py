@@ -21,6 +21,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 from prefect.client.orchestration import get_client
 
+from penstock.configs.chain import Stage
 from penstock.flows.chain import chain
 from penstock.session.chains.plan import CHAIN_TAG, read_chain_of, stages_left
 from penstock.state.chain import ChainFolder
@@ -170,11 +171,18 @@ def test_a_mistake_ends_a_chain_before_its_first_stage(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("prefect_harness")
 def test_a_flow_run_says_which_chain_it_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a tag, which a retry looks for; here its first stage fails."""
+    """By a tag, which a retry looks for; here its first stage fails, before an engine starts."""
     monkeypatch.chdir(ROOT)
-    given = [f"folder={tmp_path / 'runs'}", *QUICK, "imitate.engine.start_timeout_s=0.01"]
+    begun = list[str]()
+
+    def failing(_: ChainFolder, stage: Stage) -> None:
+        begun.append(stage.name)
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("penstock.flows.chain.carry_out", failing)
+    given = [f"folder={tmp_path / 'runs'}", *QUICK]
     state = chain("configs/chain.yaml", given, return_state=True)
-    assert state.is_failed()
+    assert state.is_failed() and begun == STAGES[:1]
     with get_client(sync_client=True) as client:
         found = client.read_flow_run(state.state_details.flow_run_id)
     (folder,) = (tmp_path / "runs").iterdir()
