@@ -74,6 +74,10 @@ def two_inputs(rewards: Any, groups: Any) -> Any:
     return rewards
 
 
+def raising(inputs: AdvantageInputs) -> Any:
+    raise LookupError("no such column")
+
+
 def plain_array(inputs: AdvantageInputs) -> Any:
     """No `Advantages`."""
     return inputs.rewards_B

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -130,6 +131,9 @@ def test_a_chain_that_is_killed_goes_on_and_ends_as_one_left_alone(tmp_path: Pat
 
     second = killed.start("--resume", str(killed.chain.path))
     assert second.wait(WAIT_S) == 0, killed.said
+    with sqlite3.connect(killed.folder / "prefect" / "prefect.db") as store:
+        states = store.execute("SELECT state_type FROM flow_run WHERE name LIKE 'chain-%' ORDER BY created").fetchall()
+    assert states == [("CRASHED",), ("COMPLETED",)], "the killed attempt's flow run, and that which goes on"
     assert "learn (train), goes on" in killed.said and killed.said.count("imitate (sft), begins") == 1
     assert {name: content(killed.chain.path / name) for name in done} == done
     assert alone.begin().wait(WAIT_S) == 0, alone.said

@@ -14,13 +14,13 @@ from typing import IO, Any, cast
 
 from prefect.logging.handlers import PrefectConsoleHandler
 
-from penstock.base.errors import NUMERICAL_FAULTS
+from penstock.base.errors import FailedInWords, UserError
 from penstock.cli.prefect.server import Terminated
 from penstock.session.flow_runs.failures import SAID
 
-TOLD = (  # by session/failures.py; a loss after which the training goes on is told by the task that recovers from it
-    "UserError",
-    *NUMERICAL_FAULTS,
+# Told by session/flow_runs/failures.py, as are all mistakes and failures in words; a loss after which the training goes
+# on is told by the task that recovers from it.
+TOLD = (
     "RankLost",
     "HostLost",
     "OutOfMemory",
@@ -28,7 +28,6 @@ TOLD = (  # by session/failures.py; a loss after which the training goes on is t
     "HostFailed",
     "EngineError",
     "PermissionError",
-    "TrainingsFailed",
 )
 INTERRUPTED = ("Execution was aborted by an interrupt signal", "Execution was aborted by a termination signal")
 BY_PREFECT = "encountered an exception"  # in the message of each state that Prefect makes of one
@@ -51,7 +50,13 @@ def _is_not_told(record: logging.LogRecord) -> bool:
     if said.startswith("Finished in state Failed") and BY_PREFECT not in said:
         return False
     kind = record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else ""
-    return kind not in TOLD and not any(words in said for words in (*TOLD, *INTERRUPTED))
+    known = {*TOLD, *_names_of(UserError), *_names_of(FailedInWords)}
+    return kind not in known and not any(words in said for words in (*known, *INTERRUPTED))
+
+
+def _names_of(kind: type[Exception]) -> set[str]:
+    """Return the names of a class and of all below it: a state has an exception's name alone."""
+    return {kind.__name__}.union(*map(_names_of, kind.__subclasses__()))
 
 
 class _Current:

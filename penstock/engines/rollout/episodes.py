@@ -261,7 +261,7 @@ class EpisodeLoop:
             return
         alive = self._environments.live.pop(episode.seed, None)
         if self._environments.agents is not None:
-            if alive is None and (episode.unbridged or self._environments.agents.max_paths > 1):
+            if alive is None and episode.unbridged:
                 self._begin_anew(episode, episode.version, BESIDE)
                 return
             episode = self._agent_goes_on(episode, None if alive is None else alive.episode)

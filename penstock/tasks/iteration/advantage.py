@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from penstock.tasks.iteration.forward_passes import ColumnRef
 from penstock.tasks.iteration.greedy_baseline import GREEDY_REWARD
 from penstock.tasks.iteration.reward import OVERLONG
 from penstock.tasks.iteration.rollout import ROLLOUT_LOGPROBS
+from penstock.usercode.guard import reason_of
 
 SILENCE = 1e-9  # a response whose advantages add up to less teaches nothing
 
@@ -123,11 +124,26 @@ def _part_columns(path: Path, algorithm: AlgorithmConfig) -> list[str]:
 
 def _estimate(inputs: AdvantageInputs, name: str, values: Mapping[str, Any]) -> Advantages:
     estimator = advantage_named(name)
-    result = estimator(inputs, **arguments(estimator, values))
+    given = arguments(estimator, values)
     if is_own(name):
+        result = _of_users(name, estimator, inputs, given)
         check_advantages(name, inputs, result)
+    else:
+        result = estimator(inputs, **given)
     check_finite(name, inputs, result)
     return result
+
+
+def _of_users(name: str, estimator: Callable[..., Any], inputs: AdvantageInputs, given: Mapping[str, Any]) -> Any:
+    """Return what a user's estimator returns.
+
+    Raises:
+        UserError: it raised.
+    """
+    try:
+        return estimator(inputs, **given)
+    except Exception as error:
+        raise UserError(f"advantage '{name}' raised {reason_of(error, __file__)}", "put the function right") from error
 
 
 def check_advantages(name: str, inputs: AdvantageInputs, result: object) -> None:
