@@ -166,7 +166,8 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
-        ways = [name for name in ("tail", "carry", "stream") if getattr(self, name) is not None]
+        given = [name for name in ("tail", "carry", "stream") if getattr(self, name) is not None]
+        ways = [name for name in given if not (name == "stream" and self.in_portions and self.tail is not None)]
         if len(ways) > 1:
             raise ValueError(
                 f"'{ways[0]}' and '{ways[1]}' exclude each other: each is a way of its own with the longest responses; "
