@@ -256,6 +256,7 @@ def check_images(config: TrainConfig) -> None:
     given = {
         "elastic groups": any(group.elastic for group in config.groups.values()),
         "rollout.stream.keep_kv_cache": stream is not None and stream.keep_kv_cache,
+        "rollout.stream without a group for the rollout": config.learns_beside,
         "environment.agents": bool(config.players),
         "critic.path": config.critic is not None and config.critic.path is not None,
         "reward.model": config.reward.model is not None,

@@ -20,11 +20,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from itertools import takewhile
 from typing import Any
 
 import torch
 
+from penstock.base.errors import UserError
+from penstock.engines.commands.update import BESIDE_ON_GPUS, NOT_BESIDE_ON_GPUS
 from penstock.engines.ranks.models import RankModels
 from penstock.engines.ranks.serving.handlers import HANDLERS, Later
 from penstock.engines.rollout import vllm as versions
@@ -51,7 +54,13 @@ class Serving:
         return pending
 
     def begin_beside(self, carry_out: Callable[[], dict[str, Any]]) -> PendingThread:
-        """Return the command that is carried out while the generation goes on."""
+        """Return the command that is carried out while the generation goes on.
+
+        Raises:
+            UserError: this rank has a GPU, where that has not been seen.
+        """
+        if self._models.device.type != "cpu" and not BESIDE_ON_GPUS:
+            raise UserError(*NOT_BESIDE_ON_GPUS)
         self._beside = PendingThread(self, carry_out, self._models.device)
         return self._beside
 
@@ -73,11 +82,17 @@ class Serving:
 
     def admitted(self, commands: Sequence[str]) -> int:
         """Return how many of the commands that wait, in order, begin before the next step; asked before each."""
-        here = 0 if self._beside is not None else len(list(takewhile(self._may_begin, commands)))
+        here = 0 if self._beside is not None else self._beginning(commands)
         if self._generator.place.ranks_per_engine == 1:
             return here
         self._asked += 1
         return 0 if self._asked % AGREE_EVERY else versions.least_of_ranks(here)
+
+    def _beginning(self, commands: Sequence[str]) -> int:
+        """Return how many of the commands, in order, may begin: up to one that is carried out beside the generation."""
+        able = list(takewhile(self._may_begin, commands))
+        beside = (place for place, command in enumerate(able, start=1) if HANDLERS[command].beside)
+        return next(beside, len(able))
 
     def _may_begin(self, command: str) -> bool:
         return command in HANDLERS and HANDLERS[command].during_generation(self._models)
@@ -110,7 +125,8 @@ class PendingThread:
         self._carry_out, self._device = carry_out, device
         self._made: dict[str, Any] | None = None
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="beside", daemon=True)
+        here = copy_context()  # in which the compiler has its settings
+        self._thread = threading.Thread(target=here.run, args=(self._run,), name="beside", daemon=True)
         self._thread.start()
 
     def wait(self, seconds: float) -> None:
