@@ -54,6 +54,7 @@ from penstock.engines.rollout.episode import (
 )
 from penstock.engines.rollout.partial_results import EndedResponse, PartialResultSender
 from penstock.engines.rollout.paths.places import paths_of, used_up
+from penstock.engines.rollout.quota import AllPrompts
 from penstock.engines.rollout.responses import Generated, Left
 from penstock.environments.gateway.asks import Ask
 from penstock.environments.pool import Asking
@@ -118,6 +119,7 @@ class EpisodeLoop:
         self._complete: list[int] = []  # positions of prompts whose episodes have ended since the last step
         self._counted: set[int] = set()  # positions of prompts that count
         self._sender, self._untold = sender, list[EndedResponse]()
+        self._untold_counted: list[int] | None = None if isinstance(share.quota, AllPrompts) else []
         self._given_up = 0  # tokens that are lost: of turns under way at the end, and of episodes that began anew
         self._anew = Counter[str]()  # why carried episodes began anew, and how many
         self._began = time.perf_counter()
@@ -152,9 +154,12 @@ class EpisodeLoop:
         """Let the environments answer the turns that have ended."""
         self._seconds = time.perf_counter() - self._began
         complete, self._complete = sorted(self._complete), []
-        self._counted.update(self._share.quota.count(complete))
+        counted = self._share.quota.count(complete)
+        self._counted.update(counted)
         if self._sender is not None:
-            self._sender.send(self._untold, at_once=self.ended, gather=self._gathered)
+            if self._untold_counted is not None:
+                self._untold_counted += counted
+            self._sender.send(self._untold, self.ended, self._gathered, self._untold_counted)
         if not ended:
             return
         episodes = []

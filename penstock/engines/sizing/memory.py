@@ -225,12 +225,14 @@ def choose_recomputed(config: TrainConfig, rank: Rank, free: int) -> dict[str, R
 def decide_sleep(config: TrainConfig, rank: Rank, recomputed: Mapping[str, Recomputed], free: int) -> TrainConfig:
     """Return the configuration with `rollout.sleep` decided, for a group with a rollout engine on GPUs.
 
-    The KV cache stays if the fullest phase, with the cache of all sequences, fits into `free` bytes with room to spare.
-    Nothing more is recomputed for its sake.
+    The KV cache stays if the fullest phase, with the cache of all sequences, fits into `free` bytes with room to spare,
+    and where a rollout goes on beside the update on what is complete of it. Nothing more is recomputed for its sake.
     """
     if config.rollout.sleep is not None or rank.device == "cpu" or "rollout" not in rank.shapes:
         return config
     stays, sleeps = (_with_sleep(config, sleep) for sleep in (False, True))
+    if config.learns_beside:
+        return stays
     return stays if rank_memory(stays, rank, recomputed).total <= ROOM_TO_STAY * free else sleeps
 
 

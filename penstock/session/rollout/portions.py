@@ -42,16 +42,19 @@ class Portions:
         count: portions.
         engines: whose prompts are fixed from the start; 1 where engines take them as they can.
         policy_version: with which they generate.
+        wanted: how many of the prompts make the batch, of which engines tell; None: all.
     """
 
-    def __init__(self, prompts: int, samples: int, count: int, engines: int, policy_version: int) -> None:
+    def __init__(
+        self, prompts: int, samples: int, count: int, engines: int, policy_version: int, wanted: int | None = None
+    ) -> None:
         self.count, self._samples, self._engines, self._policy_version = count, samples, engines, policy_version
         self._left = np.full(prompts, samples)
         self._complete: list[list[int]] = [[] for _ in range(engines)]  # positions, in the order of their ends
         self._places: dict[tuple[int, int], tuple[int, int]] = {}  # by position, sample: of the news, and in it
         self._news: list[PartialResults] = []
         self._changed = threading.Condition()
-        self._order = _in_turns([len(range(engine, prompts, engines)) for engine in range(engines)])
+        self._order = _in_turns([len(range(engine, wanted or prompts, engines)) for engine in range(engines)])
 
     def hear(self, news: PartialResults | EngineResponses | None) -> None:
         """Keep what an engine tells; its reply repeats it."""
@@ -64,8 +67,9 @@ class Portions:
             for row, (position, sample) in enumerate(entries):
                 self._places[position, sample] = len(self._news) - 1, row
                 self._left[position] -= 1
-                if not self._left[position]:
+                if not self._left[position] and news.counted is None:
                     sequence.append(position)
+            sequence += news.counted or ()
             self._changed.notify_all()
 
     def wait(self, number: int, replies: Future[Replies]) -> list[int]:
