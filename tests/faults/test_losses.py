@@ -128,6 +128,14 @@ RECIPES = {
         "rollout.stream.portions=4",
         "algorithm={name: grpo, mini_batches: 1, kl: {place: loss, coefficient: 0.05}}",
     ),
+    "stream of a carry": (
+        "sft.steps=10",
+        "sft.batch=32",
+        "rollout.max_response_tokens=20",
+        "rollout.carry={extra: 0.5, staleness: 2}",
+        "rollout.stream.portions=4",
+        "algorithm={name: grpo, mini_batches: 1}",
+    ),
     "carry": (
         "sft.steps=10",
         "sft.batch=32",
@@ -500,7 +508,13 @@ def test_responses_that_go_on_outlast_a_training_that_ends_and_is_resumed(
 
 @pytest.mark.parametrize(
     "recipe",
-    ["stream", *(pytest.param(f"stream of {what}", marks=pytest.mark.exhaustive) for what in ("episodes", "a tail"))],
+    [
+        "stream",
+        *(
+            pytest.param(f"stream of {what}", marks=pytest.mark.exhaustive)
+            for what in ("episodes", "a tail", "a carry")
+        ),
+    ],
 )
 def test_a_sum_that_is_cut_off_is_made_again_by_a_resume(
     recipe: str, run_of: Callable[..., RunFolder], undisturbed: Callable[[str], RunFolder]

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 from penstock.configs.loading.load import load_config
 from penstock.flows.replay import replay
 from penstock.flows.train import train
+from penstock.session.rollout.carried import POLICY_VERSIONS
 from penstock.state.experience import column_names, origin_of, read_columns
 from penstock.state.run_folder import RunFolder, read_metrics
 from penstock.tasks.iteration.rollout import ANSWERED, UNUSED, WAITING
@@ -127,33 +128,47 @@ def test_ranks_that_generate_and_learn_at_the_same_time_end_at_the_same_bits(
     assert any(not np.array_equal(value, other[name]) for name, value in found.items())
 
 
+ROUNDS = ("deferred", "deferred_age_max", "deferred_share", "unused_share", "prompts_drawn")
+
+
 @pytest.mark.exhaustive
-def test_with_a_tail_the_same_prompts_wait(trained: Callable[..., RunFolder]) -> None:
-    """As where the batch is complete before anything is learnt from it, in short rounds and in long ones; kept prompts,
-    responses and figures of the rounds are the same, weights to rounding. A replay learns in the same portions.
+@pytest.mark.parametrize(
+    ("way", "figures"),
+    [
+        ("rollout.tail={extra: 0.25, max_wait: 2}", ("long_round", *ROUNDS)),
+        ("rollout.carry={extra: 0.5, staleness: 2}", ("staleness_mean", "staleness_max", *ROUNDS)),
+    ],
+)
+def test_the_same_prompts_wait_or_go_on(way: str, figures: tuple[str, ...], trained: Callable[..., RunFolder]) -> None:
+    """As where the batch is complete before anything is learnt from it: the same prompts, responses, versions of tokens
+    and figures of the rounds, weights to rounding. A replay learns in the same portions; log-probs of the reference it
+    computes of the whole batch, to rounding. Control: rounds differ.
     """
-    tail = "rollout.tail={extra: 0.25, max_wait: 2}"
-    waited, beside = trained(tail), trained(tail, PORTIONS_OF)
-    long = []
+    waited, beside = trained(way), trained(way, PORTIONS_OF)
+    seen = []
     for number in range(1, ITERATIONS + 1):
         paths = [run.experience(number) for run in (waited, beside)]
-        one, other = (read_columns(path, ["prompt_id", "response_tokens"]) for path in paths)
+        assert sorted(column_names(paths[0])) == sorted(column_names(paths[1]))
+        of_tokens = [name for name in ("response_tokens", POLICY_VERSIONS) if name in column_names(paths[0])]
+        one, other = (read_columns(path, ["prompt_id", *of_tokens]) for path in paths)
         assert one["prompt_id"] == other["prompt_id"]
-        assert np.array_equal(one["response_tokens"].values_T, other["response_tokens"].values_T)
+        assert all(np.array_equal(one[name].values_T, other[name].values_T) for name in of_tokens)
         origins = [origin_of(path) for path in paths]
         assert all(origins[0].get(name) == origins[1].get(name) for name in (ANSWERED, WAITING, UNUSED))
         portions = origins[1][PORTIONS]
         assert sorted(sum(portions, [])) == list(range(8)) and len(portions) == 4
-        figures = [read_metrics(run)[number]["metrics"] for run in (waited, beside)]
-        names = ("long_round", "deferred", "deferred_age_max", "deferred_share", "unused_share", "prompts_drawn")
-        assert all(figures[0][f"rollout/{name}"] == figures[1][f"rollout/{name}"] for name in names)
-        long.append(figures[1]["rollout/long_round"])
-    assert set(long) == {0.0, 1.0}
+        values = [
+            [read_metrics(run)[number]["metrics"][f"rollout/{name}"] for name in figures] for run in (waited, beside)
+        ]
+        assert values[0] == values[1]
+        seen.append(values[1][0])
+    assert len(set(seen)) > 1
     found, expected = (_weights(run) for run in (beside, waited))
     assert max(float(np.abs(value - expected[name]).max()) for name, value in found.items()) < 1e-3
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        assert replay(str(beside.path), 2).equal
+        done = replay(str(beside.path), 2)
+    assert {row.task for row in done.rows if not row.equal} <= {"reference_logprobs"}
 
 
 def _weights(run: RunFolder) -> dict[str, np.ndarray]:

@@ -168,7 +168,7 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         ways = [name for name in ("tail", "carry", "stream") if getattr(self, name) is not None]
-        if len(ways) > 1 and not (ways == ["tail", "stream"] and self.in_portions):
+        if len(ways) > 1 and not (len(ways) == 2 and self.in_portions):
             raise ValueError(
                 f"'{ways[0]}' and '{ways[1]}' exclude each other: each is a way of its own with the longest responses; "
                 "remove one"

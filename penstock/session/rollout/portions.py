@@ -99,6 +99,7 @@ class Portions:
         parts: list[CarriedResponses] = [one.ended.responses for one in news]
         every = Ragged.concatenated([part.tokens for part in parts])
         logprobs_T = np.concatenate([part.logprobs_T for part in parts])
+        versions_T = np.concatenate([part.versions_T for part in parts])
         tokens, played = every.take(rows_B), [part.episodes for part in parts if part.episodes is not None]
         asked = [episodes.asked for episodes in played if episodes.asked is not None]
         mask_T = np.concatenate([episodes.loss_mask_T for episodes in played]) if played else None
@@ -112,6 +113,7 @@ class Portions:
             loss_mask=all_counted(tokens) if mask_T is None else Ragged(mask_T, every.offsets_B1).take(rows_B),
             episodes=episode_columns([_played(episodes) for episodes in played], rows_B),
             logprobs=Ragged(logprobs_T, every.offsets_B1).take(rows_B) if len(logprobs_T) else None,
+            policy_versions=Ragged(versions_T, every.offsets_B1).take(rows_B),
             asked=asked_in_order(asked, rows_B),
         )
 

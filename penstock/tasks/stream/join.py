@@ -15,6 +15,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from penstock.session.requests import BegunRollout, Rollout
+from penstock.session.rollout.carried import CARRIED, POLICY_VERSIONS, staleness_figures
 from penstock.session.rollout.generation import take_responses
 from penstock.session.rollout.rounds import round_figures
 from penstock.session.session import Stage, Training
@@ -54,6 +55,7 @@ def join(training: Training, settings: Settings, begun: Rollout, stages: Sequenc
     experience = describe(path, columns, rollout.round.drawn, origin)
     unused = origin.get(UNUSED, 0)
     metrics |= figures | round_figures(training.config.rollout, begun.iteration, rollout.round, experience, unused)
+    metrics |= staleness_figures(experience.policy_version, columns.get(POLICY_VERSIONS), columns["loss_mask"])
     metrics |= length_figures(training, begun.key, columns) | reward_figures(columns)
     return Stage(experience, metrics | advantage_figures(training, settings, path))
 
@@ -95,7 +97,7 @@ def _left(
     """
     if rollout.generation is None:
         origin = origin_of(training.run.experience(begun.iteration))
-        return {name: origin[name] for name in (ANSWERED, WAITING, UNUSED) if name in origin}, {}
+        return {name: origin[name] for name in (ANSWERED, WAITING, UNUSED, CARRIED) if name in origin}, {}
     replies = rollout.generation.replies.result()
     seconds = replies.ended - replies.began
     training.session().clock.ran("rollout", replies.began, replies.ended)

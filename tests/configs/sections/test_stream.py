@@ -33,6 +33,7 @@ def of(groups: dict[str, Any] | None = None, algorithm: dict[str, Any] | None = 
         of({"main": {"roles": ["actor", "rollout"]}}),
         of(BESIDE_REFERENCE, {"kl": {"place": "loss", "coefficient": 0.1}}),
         of(rollout={"tail": {}}),
+        of(rollout={"carry": {}}),
         of(APART, rollout={"tail": {}, "tensor_parallel": 2}),
     ],
 )
@@ -64,7 +65,8 @@ def test_a_stream_goes_with_what_needs_groups_alone(sections: dict[str, Any]) ->
         ),
         (of(APART, rollout={"tail": {}, "stream": {"staleness": 1}}), "'tail' and 'stream' exclude each other"),
         (of(APART, rollout={"tail": {}, "carry": {}}), "'tail' and 'carry' exclude each other"),
-        (of(APART, rollout={"carry": {}}), "'carry' and 'stream' exclude each other"),
+        (of(APART, rollout={"carry": {}, "stream": {"staleness": 1}}), "'carry' and 'stream' exclude each other"),
+        (of(APART, rollout={"tail": {}, "carry": {}, "stream": {}}), "'tail' and 'carry' exclude each other"),
         (of(APART, rollout={"prompts": 3}), r"'stream.portions' \(4\) must not exceed 'prompts' \(3\)"),
         (of(APART, rollout={"stream": {"portions": 1}}), r"rollout\.stream\.portions"),
         (of(APART, rollout={"stream": {"portions": 4, "staleness": 1}}), "'portions' has no effect with 'staleness'"),
