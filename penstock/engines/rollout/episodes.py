@@ -54,7 +54,6 @@ from penstock.engines.rollout.episode import (
 )
 from penstock.engines.rollout.partial_results import EndedResponse, PartialResultSender
 from penstock.engines.rollout.paths.places import paths_of, used_up
-from penstock.engines.rollout.quota import AllPrompts
 from penstock.engines.rollout.responses import Generated, Left
 from penstock.environments.gateway.asks import Ask
 from penstock.environments.pool import Asking
@@ -119,7 +118,7 @@ class EpisodeLoop:
         self._complete: list[int] = []  # positions of prompts whose episodes have ended since the last step
         self._counted: set[int] = set()  # positions of prompts that count
         self._sender, self._untold = sender, list[EndedResponse]()
-        self._untold_counted: list[int] | None = None if isinstance(share.quota, AllPrompts) else []
+        self._untold_counted: list[int] | None = None if share.all_count else []
         self._given_up = 0  # tokens that are lost: of turns under way at the end, and of episodes that began anew
         self._anew = Counter[str]()  # why carried episodes began anew, and how many
         self._began = time.perf_counter()

@@ -143,10 +143,7 @@ def rollout(training: Training, settings: Settings, begun: Rollout) -> Stage:
             write_columns_apart(path, columns, origin)
             metrics |= responses.metrics | _ahead_figures(training, taken.generation, wanted_at)
         experience = describe(path, columns, taken.round.drawn, origin)
-        figures = length_figures(training, begun.key, columns)
-        unused = origin.get(UNUSED, 0)
-        figures |= round_figures(training.config.rollout, begun.iteration, taken.round, experience, unused)
-        figures |= staleness_figures(experience.policy_version, columns.get(POLICY_VERSIONS), columns["loss_mask"])
+        figures = experience_figures(training, begun, taken.round, experience, columns, origin)
     training.run.ended(begun.iteration).unlink(missing_ok=True)
     if taken.generation is not None:
         metrics["rollout/tokens_per_s"] = experience.response_tokens / metrics["time/rollout_s"]
@@ -445,7 +442,27 @@ def waiting_after(origin: Mapping[str, Any]) -> tuple[Deferred, ...]:
     return tuple(Deferred(*prompt) for prompt in origin.get(WAITING, ()))
 
 
-def length_figures(training: Training, key: str, columns: dict[str, Any]) -> dict[str, float]:
+def experience_figures(
+    training: Training,
+    begun: Rollout,
+    this_round: Round,
+    experience: ExperienceRef,
+    columns: dict[str, Any],
+    origin: Mapping[str, Any],
+) -> dict[str, float]:
+    """Return the figures of a rollout's experience: lengths, what its round has put off, how old tokens are.
+
+    Args:
+        columns: of the experience, `DESCRIBING` at least.
+        origin: what it says that its responses depend on.
+    """
+    unused = origin.get(UNUSED, 0)
+    figures = _length_figures(training, begun.key, columns)
+    figures |= round_figures(training.config.rollout, begun.iteration, this_round, experience, unused)
+    return figures | staleness_figures(experience.policy_version, columns.get(POLICY_VERSIONS), columns["loss_mask"])
+
+
+def _length_figures(training: Training, key: str, columns: dict[str, Any]) -> dict[str, float]:
     lengths = columns["response_tokens"].lengths_B
     figures = generation_figures(training, key, columns["prompt_tokens"].lengths_B, lengths)
     if PATH_ENDS in columns and (columns[PATH_ENDS].lengths_B > 1).any():

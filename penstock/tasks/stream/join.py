@@ -15,9 +15,8 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from penstock.session.requests import BegunRollout, Rollout
-from penstock.session.rollout.carried import CARRIED, POLICY_VERSIONS, staleness_figures
+from penstock.session.rollout.carried import CARRIED
 from penstock.session.rollout.generation import take_responses
-from penstock.session.rollout.rounds import round_figures
 from penstock.session.session import Stage, Training
 from penstock.session.settings import Settings
 from penstock.state.columns import Columns, groups_taken, joined
@@ -29,7 +28,7 @@ from penstock.tasks.iteration.rollout import (
     UNUSED,
     WAITING,
     describe,
-    length_figures,
+    experience_figures,
     sampled_with,
     what_is_left,
 )
@@ -53,10 +52,8 @@ def join(training: Training, settings: Settings, begun: Rollout, stages: Sequenc
         drop_experience(one)
     training.run.ended(begun.iteration).unlink(missing_ok=True)
     experience = describe(path, columns, rollout.round.drawn, origin)
-    unused = origin.get(UNUSED, 0)
-    metrics |= figures | round_figures(training.config.rollout, begun.iteration, rollout.round, experience, unused)
-    metrics |= staleness_figures(experience.policy_version, columns.get(POLICY_VERSIONS), columns["loss_mask"])
-    metrics |= length_figures(training, begun.key, columns) | reward_figures(columns)
+    metrics |= figures | experience_figures(training, begun, rollout.round, experience, columns, origin)
+    metrics |= reward_figures(columns)
     return Stage(experience, metrics | advantage_figures(training, settings, path))
 
 
