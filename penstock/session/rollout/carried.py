@@ -197,6 +197,13 @@ def left_over(
     return taken(parts, np.asarray(wanted, np.int64))
 
 
+def of_prompts(left: CarriedResponses, positions: Sequence[int], prompts: int) -> CarriedResponses:
+    """Return what there is of responses to those at these positions, of so many prompts."""
+    samples = len(left.tokens) // max(1, prompts)
+    rows_B = np.asarray(positions, np.int64).repeat(samples) * samples + np.tile(np.arange(samples), len(positions))
+    return taken([left], rows_B)
+
+
 def not_begun(responses: int, environment: bool) -> CarriedResponses:
     """Return what there is of responses that have not begun.
 
