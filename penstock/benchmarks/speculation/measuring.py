@@ -3,10 +3,14 @@
 Three engines of one model: stepped as rollouts are, in turns, and with drafts, as vLLM offers them to a class of one's
 own. In a step with drafts a sequence gains a token and those of its drafts that are accepted, so drafting pays from as
 many accepted ones a step as the step is longer (`pays_from`). The full batch, for which nothing is drafted, shows what
-an engine that can draft costs the rest of a rollout. What drafting could cost at least is estimated of the first two:
-a step in turns, and what as many more sequences as there are drafts would add to it.
+an engine that can draft costs the rest of a rollout.
 
-Left out: how many drafts a trained model's responses would have accepted.
+What verifying takes at least is told from the first two: a step has as many tokens as one of more sequences, each with
+a token (`verify`, for drafts that are made on the device), and comes after the tokens of the one before where these are
+looked up by the processor (`verify_in_turns`).
+
+Left out: how many drafts a trained model's responses would have accepted (tail.py), and vLLM's drafts by a kernel
+(`ngram_gpu`), which its first model runner makes for every batch.
 """
 
 from __future__ import annotations
@@ -80,17 +84,12 @@ def _figures(details: Sequence[Row], rows: Sequence[int], batch: int, drafts: in
     accepted = {(row["way"], row["text"], row["rows"]): row["accepted"] for row in details}
     figures: dict[str, float] = {}
     for count in rows:
-        ahead, drafting = seconds[Way.ahead, "repeats", count], seconds[Way.drafting, "repeats", count]
-        more = seconds[Way.ahead, "repeats", count * (drafts + 1)] - ahead
-        least = seconds[Way.in_turns, "repeats", count] + max(0.0, more)
-        figures |= {
-            f"step_s_{count}": ahead,
-            f"drafting_step_s_{count}": drafting,
-            f"pays_from_{count}": pays_from(ahead, drafting),
-            f"accepted_{count}": accepted[Way.drafting, "repeats", count],
-            f"least_step_s_{count}": least,
-            f"least_pays_from_{count}": pays_from(ahead, least),
-        }
+        ahead, in_turns, drafting = (seconds[way, "repeats", count] for way in Way)
+        verify = seconds[Way.ahead, "repeats", count * (drafts + 1)]
+        later = in_turns + max(0.0, verify - ahead)
+        figures |= {f"step_s_{count}": ahead, f"accepted_{count}": accepted[Way.drafting, "repeats", count]}
+        for name, longer in (("drafting", drafting), ("verify", verify), ("verify_in_turns", later)):
+            figures |= {f"{name}_step_s_{count}": longer, f"{name}_pays_from_{count}": pays_from(ahead, longer)}
     full, slower = (seconds[way, "random", batch] for way in (Way.ahead, Way.drafting))
     return figures | {f"step_s_{batch}": full, f"drafting_step_s_{batch}": slower, "batch_slower": slower / full - 1}
 

@@ -90,6 +90,8 @@ def _start(work: Work) -> Any:
     cuda = torch.cuda.is_available()
     described = json.loads((work.folder / "config.json").read_text(encoding="utf-8"))
     versions.prepare_vllm(cuda, described["architectures"])
+    if not cuda:
+        versions.sample_drafted_tokens_on_cpu()
     config, length = RolloutConfig(max_response_tokens=work.response), work.prompt + work.response
     dtype = torch.bfloat16 if cuda else torch.float32
     kv_cache = kv_cache_bytes(config, work.batch, read_shape(work.folder), length, dtype, cuda)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from penstock.benchmarks.speculation import measuring, tail
 from penstock.benchmarks.speculation.drafter import Drafter, Lookup
 from penstock.benchmarks.speculation.stepping import Step, figures_of, of_decoding
 from penstock.configs.sections.model import TinyModel
+from penstock.engines.groups.environment import FORCED_VARIABLES
 from penstock.engines.models.tiny import make_tiny_model
 from penstock.state.experience import write_columns
 from tests.processes import ROOT
@@ -142,6 +145,24 @@ def test_drafting_pays_once_it_brings_more_than_it_takes() -> None:
     assert measuring.pays_from(0.0025, 0.002) == 0
 
 
+def test_what_pays_is_told_of_steps_of_the_same_text() -> None:
+    """Verifying takes a step of as many tokens, and where it comes in turns what these take more."""
+    seconds = {("ahead", 2): 2.0, ("ahead", 10): 3.0, ("in turns", 2): 2.5, ("drafting", 2): 5.0}
+    details = [
+        {"way": way, "text": "repeats", "rows": rows, "step_s": step_s, "accepted": 0.5 * (way == "drafting")}
+        for (way, rows), step_s in seconds.items()
+    ]
+    details += [
+        {"way": way, "text": "random", "rows": rows, "step_s": step_s, "accepted": 0.0}
+        for way, rows, step_s in (("ahead", 2, 9.0), ("ahead", 16, 4.0), ("drafting", 16, 5.0))
+    ]
+    figures = measuring._figures(details, [2], batch=16, drafts=4)
+    assert (figures["step_s_2"], figures["accepted_2"]) == (2.0, 0.5)
+    assert (figures["drafting_pays_from_2"], figures["verify_pays_from_2"]) == (1.5, 0.5)
+    assert (figures["verify_in_turns_step_s_2"], figures["verify_in_turns_pays_from_2"]) == (3.5, 0.75)
+    assert (figures["step_s_16"], figures["drafting_step_s_16"], figures["batch_slower"]) == (4.0, 5.0, 0.25)
+
+
 @pytest.mark.parametrize(
     ("rows", "batch", "message"),
     [([1], 512, "there is no model in"), ([1, 4], 19, "4 sequences with 4 drafts each are more tokens")],
@@ -176,3 +197,27 @@ def test_engines_say_the_same_with_drafts_and_without(tmp_path: Path) -> None:
         assert 0 < drafting["accepted"] < drafting["drafted"]
         assert rows["ahead", "repeats", count]["accepted"] == rows["ahead", "repeats", count]["drafted"] == 0
     assert rows["drafting", "random", 16]["drafted"] == 0
+
+
+@pytest.mark.exhaustive
+def test_verified_drafts_change_no_distribution(tmp_path: Path) -> None:
+    """Sampled tokens, their log-probs and where responses end are the model's own, most drafts being wrong.
+
+    Control: the same of vLLM's CPU build as it is, which samples drafted tokens at temperatures that it has not got.
+    """
+    tiny = TinyModel(hidden_size=64, layers=2, heads=2, kv_heads=1, intermediate_size=64, max_positions=64)
+    make_tiny_model(tmp_path, tiny, 64, eos=1, pad=0, seed=0)
+    found = {}
+    for kind in ("repaired", "as it is"):
+        command = [sys.executable, "-m", "tests.benchmarks.speculation.verified", str(tmp_path), "2560", kind]
+        environment = os.environ | FORCED_VARIABLES
+        ended = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True, env=environment)
+        found[kind] = json.loads(ended.stdout.splitlines()[-1])
+    print(found)
+    right, wrong = found["repaired"], found["as it is"]
+    assert right["accepted"] > 0
+    assert right["ends"]
+    assert right["gap"] < 1e-4
+    assert abs(right["z"]) < 4
+    assert wrong["gap"] > 0.01
+    assert wrong["z"] > 10

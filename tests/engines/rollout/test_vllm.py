@@ -54,3 +54,10 @@ def test_a_decoder_that_vllms_table_lacks_is_served(name: str, monkeypatch: pyte
         assert getattr(served, told).__func__ is getattr(whole, told).__func__
     positions_3N, later = served().get_mrope_input_positions([5, 6, 7], [])
     assert positions_3N.tolist() == [[0, 1, 2]] * 3 and later == 0
+
+
+def test_values_of_sequences_are_spread_over_their_drafts() -> None:
+    """One for each token, none for a sequence without, and another in the place of the one to be replaced."""
+    temperatures_B, ends_B = torch.tensor([0.5, 3.0, 0.0, 2.0]), torch.tensor([2, 2, 3, 6], dtype=torch.int32)
+    assert versions._spread(temperatures_B, ends_B, 6, 0, 1).tolist() == [0.5, 0.5, 1.0, 2.0, 2.0, 2.0]
+    assert versions._spread(temperatures_B, ends_B, 6).tolist() == [0.5, 0.5, 0.0, 2.0, 2.0, 2.0]
