@@ -66,7 +66,7 @@ def measure(
     said = {(row["way"], row["rows"]): row.pop("responses") for row in greedy}
     for row in greedy:
         row["same_tokens"] = _equal(said[row["way"], row["rows"]], said[Way.ahead, row["rows"]])
-    settings = {**asked.model_dump(mode="json", exclude={"way"}), "engines": engines}
+    settings = {**asked.model_dump(mode="json", exclude={"way"}), "folder": str(folder), "engines": engines}
     figures = _figures(details, asked.rows, batch, drafts)
     return new_result("speculation", command, figures, settings=settings, details=details)
 
