@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engines.families.table import Family
-from penstock.engines.kernels.fp8_linear import Fp8Weight, fp8_input_gradient, fp8_output
+from penstock.engines.kernels.fp8_linear import Fp8Weight, fp8_input_gradient, fp8_output, fp8_product, scaled_together
 from penstock.engines.kernels.gated_mlp import fitting_layers
 from penstock.engines.kernels.weight_gradients import JointProduct, SummedLinear, add_weight_gradient, joint_views
 from penstock.engines.weights.layout import blocks, family_in
@@ -125,17 +125,18 @@ class _Fp8Mlp(torch.autograd.Function):
         input, both_N2F, sum_2FH, sum_HF, *fp8 = ctx.saved_tensors
         grad_NH, input_NH = grad.flatten(0, -2), input.flatten(0, -2)
         grad_NF = fp8_input_gradient(grad_NH, tuple(fp8[4:]))
-        grad_N2F, activated_NF = _through_activation(grad_NF, both_N2F)
+        *grads_NF, activated_NF = _through_activation(grad_NF, both_N2F)
         add_weight_gradient(sum_HF, grad_NH, activated_NF)
-        add_weight_gradient(sum_2FH, grad_N2F, input_NH)
-        return fp8_input_gradient(grad_N2F, tuple(fp8[:4])).view(input.shape), *[None] * (3 + len(fp8))
+        add_weight_gradient(sum_2FH, torch.cat(grads_NF, -1), input_NH)
+        grad_input_NH = fp8_product(scaled_together(*grads_NF), (fp8[2], fp8[3]), grad.dtype)
+        return grad_input_NH.view(input.shape), *[None] * (3 + len(fp8))
 
 
-def _through_activation(grad_NF: Tensor, both_N2F: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up, and silu(gate) * up again."""
+def _through_activation(grad_NF: Tensor, both_N2F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of gate and of up, and silu(gate) * up again."""
     gate_NF, up_NF = (half.float() for half in both_N2F.chunk(2, -1))
     opened_NF = gate_NF.sigmoid()
     silu_NF = gate_NF * opened_NF
     grad_gate_NF = grad_NF * up_NF * (opened_NF + silu_NF * (1 - opened_NF))
-    grad_N2F = torch.cat([grad_gate_NF, grad_NF * silu_NF], -1)
-    return grad_N2F.to(both_N2F.dtype), (silu_NF * up_NF).to(both_N2F.dtype)
+    kind = both_N2F.dtype
+    return grad_gate_NF.to(kind), (grad_NF * silu_NF).to(kind), (silu_NF * up_NF).to(kind)

@@ -9,7 +9,7 @@ Weights are scaled and rounded once per optimizer step, not with every micro-bat
 to sums of ours (weight_gradients.py), is why torchao is not used: its `Float8Linear` rounds its weight with each call
 and leaves the gradient to autograd. Its "rowwise_with_gw_hp" is what is computed here.
 
-Suffixes: `_NK` rows x what is summed over, `_N1` a scale for each row, `_OI` out x in, `_IO` in x out.
+Suffixes: `_NK` rows x what is summed over, `_N` a scale for each row, `_OI` out x in, `_IO` in x out.
 Left out: weight gradients, which stay bfloat16 products: their sums run over the tokens, along which scales by token
 cannot be taken out; which layers compute so (fp8_blocks.py).
 """
@@ -28,17 +28,26 @@ Scaled = tuple[Tensor, Tensor]  # rows in FP8, and the float32 scale of each
 
 
 def scaled(rows_NK: Tensor, dtype: torch.dtype = FP8) -> Scaled:
-    """Return rows in FP8 and their scales_N1, by which they have to be multiplied; NaN and infinity become NaN."""
-    largest_N1 = rows_NK.abs().amax(-1, keepdim=True).float()
-    scale_N1 = largest_N1.clamp_min(SMALLEST) / torch.finfo(dtype).max
-    return (rows_NK.float() / scale_N1).to(dtype), scale_N1
+    """Return rows in FP8 and their scales_N, by which they have to be multiplied; NaN and infinity become NaN."""
+    scale_N = rows_NK.abs().amax(-1).float().clamp_min(SMALLEST) / torch.finfo(dtype).max
+    return (rows_NK.float() / scale_N.unsqueeze(1)).to(dtype), scale_N
+
+
+def scaled_together(first_NK: Tensor, second_NK: Tensor) -> Scaled:
+    """Return `scaled` of both side by side; where the compiler makes them it can do so in the same kernel."""
+    largest_N = torch.maximum(first_NK.abs().amax(-1), second_NK.abs().amax(-1)).float()
+    scale_N = largest_N.clamp_min(SMALLEST) / torch.finfo(FP8).max
+    both = ((part_NK.float() / scale_N.unsqueeze(1)).to(FP8) for part_NK in (first_NK, second_NK))
+    return torch.cat(tuple(both), -1), scale_N
 
 
 def fp8_product(left: Scaled, right: Scaled, dtype: torch.dtype) -> Tensor:
     """Return left @ right.T in `dtype`; both lie by rows of what is summed over, as the tensor cores read them."""
-    (left_NK, left_N1), (right_OK, right_O1) = left, right
+    (left_NK, left_N), (right_OK, right_O) = left, right
+    # The scales become a column and a row here: of a column that it made the compiler would choose the strides itself.
+    scales = left_N.unsqueeze(1), right_O.unsqueeze(0)
     product: Tensor = torch._scaled_mm(
-        left_NK.contiguous(), right_OK.t(), left_N1, right_O1.t(), out_dtype=dtype, use_fast_accum=True
+        left_NK.contiguous(), right_OK.t(), *scales, out_dtype=dtype, use_fast_accum=True
     )
     return product
 
@@ -74,7 +83,7 @@ class Fp8Weight:
 
 
 def _empty(like: Tensor, rows: int, columns: int) -> Scaled:
-    return like.new_empty(rows, columns, dtype=FP8), like.new_empty(rows, 1, dtype=torch.float32)
+    return like.new_empty(rows, columns, dtype=FP8), like.new_empty(rows, dtype=torch.float32)
 
 
 def fp8_output(input: Tensor, weight: tuple[Tensor, ...], bias_O: Tensor | None) -> Tensor:

@@ -18,6 +18,7 @@ from penstock.engines.kernels.fp8_linear import (
     fp8_output,
     fp8_product,
     scaled,
+    scaled_together,
 )
 from penstock.engines.kernels.weight_gradients import JointProduct, SummedLinear
 
@@ -27,7 +28,7 @@ DTYPES = [torch.bfloat16, torch.float32]
 
 
 def _exact(rows: Tensor, scale: Tensor) -> Tensor:
-    return rows.double() * scale.double()
+    return rows.double() * scale.double().unsqueeze(1)
 
 
 def _apart(ours: Tensor, exact: Tensor) -> float:
@@ -43,11 +44,11 @@ def test_rows_are_rounded_by_scales_of_their_own(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     values = (torch.randn(50, 64) * 2.0 ** torch.randint(-30, 30, (50, 1))).to(dtype)
     rows, scale = scaled(values)
-    assert rows.dtype is FP8 and scale.dtype is torch.float32 and scale.shape == (50, 1)
-    assert torch.equal(scale[:, 0], values.abs().amax(-1).float() / LARGEST)
+    assert rows.dtype is FP8 and scale.dtype is torch.float32 and scale.shape == (50,)
+    assert torch.equal(scale, values.abs().amax(-1).float() / LARGEST)
     assert float(rows.float().abs().amax(-1).min()) == LARGEST
     error = (_exact(rows, scale) - values.double()).abs()
-    bound = torch.maximum(values.double().abs() * HALF_STEP, scale.double() * SUBNORMAL)
+    bound = torch.maximum(values.double().abs() * HALF_STEP, scale.double().unsqueeze(1) * SUBNORMAL)
     assert (error <= 1.001 * bound).all()
     together = values.abs().max().float() / LARGEST
     assert ((values.float() / together).to(FP8).float().abs().amax(-1) == 0).any()
@@ -56,6 +57,16 @@ def test_rows_are_rounded_by_scales_of_their_own(dtype: torch.dtype) -> None:
     for odd in (torch.inf, torch.nan):
         rows, scale = scaled(torch.tensor([[1.0, odd] + [2.0] * 14], dtype=dtype))
         assert not torch.isfinite(rows.float() * scale).all()
+
+
+def test_rows_side_by_side_are_scaled_as_one() -> None:
+    """Gradients of gate and up, of which either may be the larger. Control: by themselves they have other scales."""
+    torch.manual_seed(0)
+    parts = [torch.randn(20, 32).bfloat16() * torch.randn(20, 1).exp().bfloat16() for _ in "ab"]
+    (rows, scale), (wanted, wanted_scale) = scaled_together(*parts), scaled(torch.cat(parts, -1))
+    assert torch.equal(rows.float(), wanted.float()) and torch.equal(scale, wanted_scale)
+    for part in parts:
+        assert not torch.equal(scaled(part)[1], scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
