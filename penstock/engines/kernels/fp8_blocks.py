@@ -46,7 +46,7 @@ def compute_in_fp8(module: nn.Module) -> Fp8Blocks:
     Parameters keep names and places in memory.
     """
     family, found = family_in(module), list[Fp8Weight]()
-    names = {part for linear in family.block for part in linear.parts}
+    names = {name for linear in family.block for name in (linear.served, *linear.parts)}  # stacked ones, or the parts
     for block in blocks(module).values():
         for name, mlp in list(block.named_modules()):
             if type(mlp).__name__ in family.gated_mlps and (whole := _whole_mlp(mlp, family)) is not None:

@@ -26,10 +26,11 @@ from tests.engines.sums import sums_of
 FolderOf = Callable[[Shape], Path]
 SHAPES = [Shape("qwen2", tied=True), Shape("qwen3", tied=False)]
 BLOCKS = 2
+MICRO_BATCHES = [[0, 1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11]]  # rows
 
 
-def _policy(folder: Path, summed: bool) -> tuple[PackedPolicy, dict[str, Tensor]]:
-    policy = PackedPolicy(load_causal_lm(folder, torch.bfloat16, False)).train()
+def _policy(folder: Path, summed: bool, checkpointing: bool = False) -> tuple[PackedPolicy, dict[str, Tensor]]:
+    policy = PackedPolicy(load_causal_lm(folder, torch.bfloat16, checkpointing)).train()
     optimizer, sums = sums_of(policy)
     if summed:
         sum_in_products(policy, optimizer)
@@ -58,16 +59,26 @@ def test_the_linear_layers_of_blocks_compute_so_and_nothing_else(
     assert not any(parameter.data_ptr() == policy.head.weight.data_ptr() for parameter in _rounded(found))
 
 
+def test_layers_that_come_stacked_compute_so_too(folder_of: FolderOf) -> None:
+    """Queries, keys and values as one, gate and up as one. Control: the head does not."""
+    policy, _ = _policy(folder_of(Shape("phi3", tied=False)), True)
+    assert len(compute_in_fp8(policy).weights) == BLOCKS * 4
+    without = [name for name, module in policy.named_modules() if type(module) is nn.Linear]
+    assert without == ["lm.lm_head"]
+
+
 def _rounded(found: fp8_blocks.Fp8Blocks) -> list[Tensor]:
     return [weight._weight_OI for weight in found.weights]
 
 
-def _trained(policy: PackedPolicy, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients over three micro-batches, wherever they are summed."""
+def _trained(
+    policy: PackedPolicy, sums: dict[str, Tensor], micro_batches: list[list[int]] = MICRO_BATCHES
+) -> dict[str, Tensor]:
+    """Gradients over micro-batches, wherever they are summed."""
     rows, found = random_rows(12, samples=2), {}
     for name, parameter in policy.named_parameters():
         found[name] = torch.zeros(parameter.numel())
-    for index in ([0, 1, 2, 3], [4, 5], [6, 7, 8, 9, 10, 11]):
+    for index in micro_batches:
         batch = pack(rows, index, torch.device("cpu"))
         (policy(batch, 1.0)[0] * batch.columns["advantages"]).sum().backward()
         for name, parameter in policy.named_parameters():
@@ -104,6 +115,18 @@ def test_a_models_gradients_point_where_float32s_do(
     assert graphs[0] == graphs[1] and (graphs[1] > 0) is compiled
     usual, ours = (1 - cosine for cosine in ways)
     assert 3 * usual < ours < 0.05
+
+
+def test_recomputed_blocks_have_the_same_gradients(folder_of: FolderOf) -> None:
+    """To the bit. Control: in bfloat16 they are others."""
+    found = []
+    for checkpointing, fp8 in ((False, True), (True, True), (True, False)):
+        policy, sums = _policy(folder_of(SHAPES[0]), True, checkpointing)
+        if fp8:
+            compute_in_fp8(policy)
+        made = _trained(policy, sums, MICRO_BATCHES[1:2])
+        found.append(torch.cat(list(made.values())))
+    assert torch.equal(found[0], found[1]) and not torch.equal(found[1], found[2])
 
 
 def test_the_gradient_through_the_activation_is_autograds() -> None:

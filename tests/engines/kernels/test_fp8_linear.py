@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from penstock.engines.groups.machine import HOPPER
 from penstock.engines.kernels.fp8_linear import (
     FP8,
     LARGEST,
@@ -161,3 +162,18 @@ def test_a_weight_is_rounded_when_it_is_renewed_and_stays_in_its_place() -> None
     )
     assert not any(map(torch.equal, before, made()))
     assert [tensor.data_ptr() for tensor in weight.tensors] == places
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER, reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("tokens", [1, 17, 1000])
+def test_the_tensor_cores_compute_the_product(tokens: int) -> None:
+    """Any number of tokens, compiled or not. Control: with the scales of another row they do not."""
+    torch.manual_seed(0)
+    kind = {"device": "cuda", "dtype": torch.bfloat16}
+    weight, input_NI = Fp8Weight(torch.randn(48, 64, **kind)).tensors, torch.randn(tokens, 64, **kind)
+    exact = _exact(*scaled(input_NI)) @ _exact(weight[0], weight[1]).t()
+    for run in (fp8_output, torch.compile(fp8_output, dynamic=True, fullgraph=True)):
+        assert _apart(run(input_NI, weight, None), exact) < 0.005
+        assert _apart(run(input_NI, (weight[0], weight[1].roll(1)), None), exact) > 0.05
