@@ -20,9 +20,7 @@ import torch
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
-LARGEST = torch.finfo(FP8).max  # 448
 SMALLEST = 2.0**-100  # of a row's largest numbers: a row of zeros has a scale, too
-ALIGNED = 16  # numbers of FP8 that a product loads at once: sizes of weights are multiples
 
 Scaled = tuple[Tensor, Tensor]  # rows in FP8, and the float32 scale of each
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from penstock.engines.groups.machine import HOPPER
 from penstock.engines.kernels.fp8_linear import (
     FP8,
-    LARGEST,
     SMALLEST,
     Fp8Weight,
     fp8_input_gradient,
@@ -23,6 +22,7 @@ from penstock.engines.kernels.fp8_linear import (
 )
 from penstock.engines.kernels.weight_gradients import JointProduct, SummedLinear
 
+LARGEST = 448.0  # of e4m3
 HALF_STEP = 2.0**-4  # of e4m3's three bits of mantissa
 SUBNORMAL = 2.0**-10  # half of e4m3's smallest step
 DTYPES = [torch.bfloat16, torch.float32]
