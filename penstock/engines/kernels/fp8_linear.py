@@ -7,7 +7,7 @@ three bits of mantissa are worth more than e5m2's range (tests/engines/kernels/t
 
 Weights are scaled and rounded once per optimizer step, not with every micro-batch. That, and weight gradients that go
 to sums of ours (weight_gradients.py), is why torchao is not used: its `Float8Linear` rounds its weight with each call
-and leaves the gradient to autograd. Its "rowwise_with_gw_hp" is what is computed here.
+and leaves the gradient to autograd. Its recipe "rowwise_with_gw_hp" has weights' gradients in high precision, too.
 
 Suffixes: `_NK` rows x what is summed over, `_N` a scale for each row, `_OI` out x in, `_IO` in x out.
 Left out: weight gradients, which stay bfloat16 products: their sums run over the tokens, along which scales by token
