@@ -18,6 +18,7 @@ from penstock.checks.model_code import check_own_class, check_own_code, check_tr
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.run import Role
 from penstock.configs.sections.trainer import CriticConfig, TrainerConfig
+from penstock.engines.families import fp8
 from penstock.engines.families.architecture import (
     STATE_ON_GPU,
     STATES_ON_GPUS,
@@ -474,6 +475,27 @@ def flex_alone(config: TrainConfig) -> str:
 def takes_float32(device: str) -> bool:
     """Whether what is trained on a device may have float32 weights: on a GPU it needs FlexAttention then."""
     return device == "cpu" or FLEX_COMPARED
+
+
+def check_fp8(config: TrainConfig) -> None:
+    """Check that the actor can compute in FP8; ranks on GPUs of other machines say it when they start.
+
+    Raises:
+        UserError: not on these devices, or not this model.
+    """
+    if not config.actor.fp8:
+        return
+    if config.model.dtype not in ("auto", "bfloat16"):
+        raise UserError(f"actor.fp8 is for bfloat16 weights, and model.dtype is {config.model.dtype}", "leave one out")
+    elsewhere, gpus = any(group.hosts for group in config.groups.values()), visible_gpus()
+    if not elsewhere and not (gpus and all(map(is_hopper, gpus))):
+        raise UserError(*fp8.NEEDS_HOPPER)
+    if not fp8.SHOWN_ON_GPUS:
+        raise UserError(*fp8.NOT_SHOWN)
+    if config.model.code is not None:
+        raise UserError("actor.fp8 is not for a model with code of its own, whose layers are not known", "leave it out")
+    if (why := fp8.without_fp8(shape_of(config))) is not None:
+        raise UserError(f"actor.fp8 is not for this model: {why}", "leave it out")
 
 
 def check_tensor_parallel(ranks: int, shape: ModelShape) -> None:

@@ -15,6 +15,7 @@ from penstock.checks.memory import GroupEstimate, check_memory
 from penstock.checks.model import (
     check_chat,
     check_corrections,
+    check_fp8,
     check_head_size,
     check_longest_row,
     check_model,
@@ -57,6 +58,7 @@ def check_inputs(config: TrainConfig) -> None:
         UserError: the first mistake found.
     """
     check_model(config)
+    check_fp8(config)
     check_trackers(names_of_trackers(config.record.tracker))
     check_registering(config)
     check_rollout_model(config)

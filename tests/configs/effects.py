@@ -186,6 +186,7 @@ TRAIN = {
     "*.optimizer.min_ratio": "engines/training/test_learning_rate.py::test_linear_decay",
     "*.hpz": "engines/training/test_hpz.py::test_weights_that_a_machine_holds_once_more_train_alike",
     "*.sequence_parallel": "engines/training/test_sequence_parallel.py::test_two_ranks_are_one",
+    "actor.fp8": "engines/kernels/test_fp8_blocks.py::test_updates_train_alike_and_passes_go_with_the_weights",
     "actor.expert_parallel": "engines/models/test_expert_parallel.py::test_two_ranks_are_one",
     "*.zero_stage": "engines/training/test_trainer.py::test_the_optimizers_state_is_shared_out_from_stage_1_on",
     "*.gradient_checkpointing": "engines/training/test_updates.py::test_recomputed_activations_change_nothing",

@@ -31,6 +31,7 @@ from penstock.engines.commands.update import Split
 from penstock.engines.families import table
 from penstock.engines.groups.channel import Tell
 from penstock.engines.kernels import expert_parallel, sequence_parallel
+from penstock.engines.kernels.fp8_linear import scaled
 from penstock.engines.kernels.weight_gradients import SummedLinear
 from penstock.engines.models.loading import gathered_state
 from penstock.engines.ranks.models import RankModels
@@ -85,6 +86,7 @@ class InspectedWorker(Worker):
         "gathered",
         "first_moments",
         "summed_linears",
+        "outdated_fp8",
         "uncounted_sums",
         "rollout_logprobs",
         "watched_generate",
@@ -234,6 +236,22 @@ class InspectedWorker(Worker):
             for layer in layers:
                 layer.joint = None
         return {"count": len(layers)}
+
+    def outdated_fp8(self) -> dict[str, Any]:
+        """How many of the actor's FP8 weights are not what its weights are, and how many if these change unsaid."""
+        found = self.models.trainers["actor"]._fp8
+        assert found is not None
+
+        def outdated() -> int:
+            pairs = ((weight.tensors[0], scaled(weight._weight_OI.data)[0]) for weight in found.weights)
+            return sum(not torch.equal(kept.float(), now.float()) for kept, now in pairs)
+
+        counts = []
+        for _ in range(2):
+            counts.append(outdated())
+            for weight in found.weights:
+                weight._weight_OI.data.mul_(-1)
+        return {"actor": counts[0], "disturbed": counts[1]}
 
     def uncounted_sums(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Update the actor without telling DeepSpeed that its sums have been added to."""
