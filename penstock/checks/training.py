@@ -22,6 +22,7 @@ from penstock.checks.model import (
     check_router_loss,
     check_routing,
     check_targets,
+    shape_of,
 )
 from penstock.checks.model_code import check_served_code
 from penstock.checks.prompts import check_prompt_lengths, read_prompts
@@ -30,8 +31,10 @@ from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.reward import REWARD_SOURCES
 from penstock.configs.sections.run import names_of_trackers
 from penstock.data.source import reading_once
+from penstock.engines.families.fp8_rollout import refuse_model, refuse_unseen, refuse_without_kernels
 from penstock.engines.families.served import check_served
 from penstock.engines.families.shape import read_settings, weight_shapes
+from penstock.engines.groups.machine import gpu_name, is_hopper, visible_gpus
 from penstock.environments.loading import asks_policy, ends_turns_at, tools_told
 from penstock.evaluators.loading import load_evaluators
 from penstock.rewards.source import check_source
@@ -95,6 +98,24 @@ def check_rollout_model(config: TrainConfig) -> None:
         check_corrections(config, settings)
         check_served_code(folder, config.model.code)
     check_head_size(config)
+    check_fp8(config)
+
+
+def check_fp8(config: TrainConfig) -> None:
+    """Check that rollouts can compute in FP8 if they are asked to; of GPUs elsewhere ranks say it when they start.
+
+    Raises:
+        UserError: the model or a GPU of this machine does not, or there is none.
+    """
+    if not config.rollout.in_fp8:
+        return
+    refuse_unseen(config.rollout)
+    refuse_model(config.rollout, shape_of(config))
+    if any(group.hosts for group in config.groups.values()):
+        return
+    gpus = visible_gpus()
+    if older := ["CPU"] if not gpus else [gpu_name(gpu) for gpu in gpus if not is_hopper(gpu)]:
+        refuse_without_kernels(config.rollout, older[0])
 
 
 def check_environment(config: TrainConfig) -> None:

@@ -53,7 +53,7 @@ def evaluation_config(config: TrainConfig, model: Path, reference: Path | None) 
     tree["data"] |= {"sft": None, "response": None}
     tree["actor"] |= {"lora": None, "offload_optimizer": False, "routing": "own", "expert_parallel": 1}
     tree["actor"] |= {"offload": "nothing", "offload_folder": None, "offload_activations": False}
-    tree["rollout"] |= {"stream": None}
+    tree["rollout"] |= {"stream": None, "kv_cache_dtype": "auto", "weights": "auto"}  # the folder's model as it is
     return EvaluationConfig.model_validate(
         tree
         | {

@@ -131,6 +131,7 @@ def _build_actor(models: RankModels, command: Build, steps: int) -> tuple[int, i
 def _build_rollout(models: RankModels, command: Build | BuildFrozen) -> None:
     """Start the rollout engine, on the actor's weights if they are in this group."""
     config, rollout, folder = models.config, models.config.rollout, Path(command.folder)
+    models.refuse_fp8()
     strategy = reshard_strategy(config)
     if strategy in ("broadcast", "folder"):
         models.lm = causal_lm_shapes(folder, models.dtype, config.model.code)

@@ -23,9 +23,11 @@ from penstock.engines.batches.packing import Rows
 from penstock.engines.batches.shares import ALONE, RankSet
 from penstock.engines.commands.finetuning import Step
 from penstock.engines.commands.rollout import PartialResults
+from penstock.engines.families.fp8_rollout import refuse_model, refuse_without_kernels
 from penstock.engines.families.images import NO_IMAGES_ON_GPUS
 from penstock.engines.families.shape import ModelShape
 from penstock.engines.kernels.attention_kernel import choose_attention
+from penstock.engines.kernels.flash_attention import on_hopper
 from penstock.engines.kernels.lm_head import Head
 from penstock.engines.kernels.sequence_parallel import ranks_together
 from penstock.engines.models.expert_parallel import cut_experts
@@ -70,6 +72,7 @@ class RankModels:
         reference_head: language head of a reference in another group (penstock/engines/ranks/reference.py).
         images: that rows name.
         images_on_gpus: whether they may be seen on a GPU, as a benchmark may that shows whether they can.
+        fp8_anywhere: whether rollouts may compute in FP8 without kernels for it, as tests do.
         tell: takes what the newest command tells ahead of its reply.
         usage: what the newest command did: tokens, FLOPs, seconds of collectives.
         host_activations: of the trained models whose blocks keep their inputs in host memory.
@@ -98,6 +101,7 @@ class RankModels:
     reference_head: Head | None = None
     images: ImageFolder | None = None
     images_on_gpus: bool = False
+    fp8_anywhere: bool = False
     tell: Callable[[PartialResults | Step], None] = _unheard
     usage: dict[str, float] = field(default_factory=dict)
     host_activations: list[HostActivations] = field(default_factory=list)
@@ -122,6 +126,17 @@ class RankModels:
         if self.device.type != "cpu" and not self.images_on_gpus:
             raise UserError(*NO_IMAGES_ON_GPUS)
         self.images = ImageFolder(Path(images), folder)
+
+    def refuse_fp8(self) -> None:
+        """Look whether rollouts can compute as the configuration says.
+
+        Raises:
+            UserError: the model or this rank's GPU does not compute in FP8, or there is none.
+        """
+        refuse_model(self.config.rollout, self.shapes["actor"])
+        on_cpu = self.device.type == "cpu"
+        if not self.fp8_anywhere and (on_cpu or not on_hopper()):
+            refuse_without_kernels(self.config.rollout, "CPU" if on_cpu else torch.cuda.get_device_name())
 
     @property
     def dtype(self) -> torch.dtype:

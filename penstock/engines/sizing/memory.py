@@ -344,7 +344,9 @@ def _rest(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig])
         merged = shared and config.actor.lora is not None and config.actor.lora.experts  # and counted so
         apart = shape.family.transposed or (shared and experts_elsewhere(config.actor, shape))
         own += shape.expert_parameters if apart and not merged else 0  # vLLM has copies of them
-        parts |= {"rollout weights": rank.width * own // config.rollout.tensor_parallel} if own else {}
+        size = rank.width * own // config.rollout.tensor_parallel
+        size += shape.block_matrices if config.rollout.weights == "fp8" else 0  # a byte of each, beside them
+        parts |= {"rollout weights": size} if size else {}
     return parts
 
 
@@ -522,7 +524,7 @@ def kv_cache_bytes(config: TrainConfig, rank: Rank) -> int:
     blocks = -(-length // KV_BLOCK) * KV_BLOCK
     most = max_sequences(config.rollout, (rank.rollout_ranks or rank.ranks) // parallel)
     wanted = most + 1 if rank.device == "cuda" and _stays(config) else min(USEFUL_SEQUENCES, most)
-    return shape.kv_numbers(parallel) * rank.width * blocks * wanted
+    return shape.kv_numbers(parallel) * config.rollout.kv_cache_width(rank.width) * blocks * wanted
 
 
 def _with_allowances(parts: Parts, config: TrainConfig, rank: Rank) -> Parts:

@@ -250,6 +250,8 @@ def test_the_kv_cache_holds_all_sequences_unless_told_otherwise() -> None:
     assert size(128, 3) == 4 * block
     assert size(129, 3) == 8 * block
     assert size(129, 3, kv_cache_gib=0.25) == GIB // 4
+    assert size(129, 3, kv_cache_dtype="fp8") == 2 * block  # a byte for each number
+    assert size(129, 3, kv_cache_dtype="fp8", kv_cache_gib=0.25) == GIB // 4  # as asked for, of more tokens
     assert size(128, 3, tensor_parallel=2) == size(128, 3, tensor_parallel=4) == 2 * block
     assert size(128, 3, shape_of_weights(whole, {})) == 8 * block
     assert size(1 << 20, 256) <= CPU_KV_CACHE_LIMIT
@@ -266,18 +268,20 @@ def test_an_engine_is_started_as_the_recipe_says() -> None:
     for without in (started(0, cuda_graphs=False), started(None)):
         assert without["enforce_eager"]
         assert without["cudagraph_capture_sizes"] is None
+    assert [started(0, kv_cache_dtype=kind)["kv_cache_dtype"] for kind in ("auto", "fp8")] == ["auto", "fp8"]
     assert [started(0, tensor_parallel=ranks)["tensor_parallel_size"] for ranks in (1, 2)] == [1, 2]
 
 
 def test_compiled_code_of_another_gpu_is_another_engines() -> None:
-    """vLLM finds compiled code by a hash of its settings. Control: of the same GPU it is the same."""
+    """vLLM finds compiled code by a hash of its settings; so is that of other products. Control: of the same GPU."""
     from vllm.config import VllmConfig
 
-    def found_by(gpu: int | None) -> str:
-        started = engine_arguments(RolloutConfig(), 12, 99, GIB, gpu=gpu, sleeps=False, logprobs=False)
+    def found_by(gpu: int | None, **settings: Any) -> str:
+        started = engine_arguments(RolloutConfig(**settings), 12, 99, GIB, gpu=gpu, sleeps=False, logprobs=False)
         return VllmConfig(additional_config=started["additional_config"]).compute_hash()
 
     assert len({found_by(gpu) for gpu in (None, 0, 1, 1)}) == 3
+    assert len({found_by(0), found_by(0, weights="auto"), found_by(0, weights="fp8"), found_by(1, weights="fp8")}) == 3
 
 
 @pytest.mark.parametrize("emptied", [True, False])
