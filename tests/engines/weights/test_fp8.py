@@ -12,8 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from penstock.base.ragged import Ragged
+from penstock.engines.kernels.fp8_scales import FP8, output_in_fp8, product_on, scaled
+from penstock.engines.rollout.fp8 import weights
+from penstock.engines.rollout.fp8.weights import Fp8Copies, Fp8Products
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import SMALL, Ranks, Shape
 
@@ -38,6 +43,40 @@ def _step(ranks: Ranks, folder: Path, version: int) -> None:
     path = write_rows(folder / f"{version}.parquet", random_rows(8, seed=version))
     split = {**SPLIT, "mini_batches": 2, "micro_batch_tokens": 32}
     ranks.ask("update_actor", path=path, version=version, split=split, loss=LOSS, learning_rate=1e-2)
+
+
+class Layer(nn.Module):
+    """A linear layer that computes as vLLM's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(48, 64, generator=torch.Generator().manual_seed(0)))
+        self.weight_fp8 = nn.Parameter(torch.zeros(48, 64, dtype=FP8), requires_grad=False)
+        self.weight_scales = nn.Parameter(torch.zeros(48, 1), requires_grad=False)
+        self.quant_method = Fp8Products(product_on(torch.device("cpu")))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """As vLLM's layers call it."""
+        return self.quant_method.apply(self, input, None)
+
+
+@torch.no_grad()
+def test_code_that_was_compiled_once_reads_what_later_reshards_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one graph for all numbers of tokens, as vLLM compiles it; copies are made some rows at a time.
+
+    Control: before the reshard it computes with the older copy.
+    """
+    monkeypatch.setattr(weights, "AT_ONCE", 64 * 10)
+    layer, input = Layer(), torch.randn(7, 64, generator=torch.Generator().manual_seed(1))
+    copies = Fp8Copies(nn.ModuleList([layer]))
+    compiled = torch.compile(layer, fullgraph=True, backend="eager", dynamic=True)
+    for factor in (1.0, 2.0):
+        layer.weight *= factor
+        wanted = output_in_fp8(input, scaled(layer.weight))
+        assert not torch.equal(compiled(input), wanted)
+        assert copies() == 48 * 64 + 48 * 4
+        assert torch.equal(compiled(input), wanted)
+        torch.testing.assert_close(compiled(input[:3]), wanted[:3])
 
 
 @pytest.mark.parametrize(

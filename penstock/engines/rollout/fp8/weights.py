@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from penstock.engines.families.table import Family
-from penstock.engines.kernels.fp8_scales import FP8, output_in_fp8, scaled
+from penstock.engines.kernels.fp8_scales import FP8, Product, output_in_fp8, product_on, scaled
 from penstock.engines.weights.checksum import differs
 from penstock.engines.weights.copies import Differences, refuse, wrong_names
 
@@ -28,9 +28,12 @@ AT_ONCE = 1 << 24  # numbers of a weight that are float32 at a time, on their wa
 class Fp8Products:
     """In place of vLLM's own method of a linear layer."""
 
+    def __init__(self, product: Product) -> None:
+        self._product = product
+
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return the layer's output; vLLM calls it by these names."""
-        return output_in_fp8(x, (layer.weight_fp8, layer.weight_scales), bias)
+        return output_in_fp8(x, (layer.weight_fp8, layer.weight_scales), bias, self._product)
 
 
 def serve_in_fp8(vllm_model: nn.Module, family: Family) -> tuple[str, ...]:
@@ -48,7 +51,7 @@ def serve_in_fp8(vllm_model: nn.Module, family: Family) -> tuple[str, ...]:
             rows, device = layer.weight.shape[0], layer.weight.device
             layer.weight_fp8 = _parameter(torch.zeros(layer.weight.shape, dtype=FP8, device=device))
             layer.weight_scales = _parameter(torch.zeros(rows, 1, dtype=torch.float32, device=device))
-            layer.quant_method = Fp8Products()
+            layer.quant_method = Fp8Products(product_on(device))
             found.append(name)
     return tuple(found)
 
