@@ -34,7 +34,7 @@ def refuse_without_kernels(rollout: RolloutConfig, device: str) -> None:
         UserError: rollouts in FP8 are asked for.
     """
     if rollout.in_fp8:
-        raise UserError(f"{_named(rollout)} is for Hopper GPUs, and rollouts are on a {device}", IN_16_BITS)
+        raise UserError(f"{_named(rollout)} is for Hopper GPUs alone, and rollouts are on a {device}", IN_16_BITS)
 
 
 def refuse_model(rollout: RolloutConfig, shape: ModelShape) -> None:

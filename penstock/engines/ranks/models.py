@@ -133,10 +133,12 @@ class RankModels:
         Raises:
             UserError: the model or this rank's GPU does not compute in FP8, or there is none.
         """
-        refuse_model(self.config.rollout, self.shapes["actor"])
-        on_cpu = self.device.type == "cpu"
+        rollout, on_cpu = self.config.rollout, self.device.type == "cpu"
+        if not rollout.in_fp8:
+            return
+        refuse_model(rollout, self.shapes["actor"])
         if not self.fp8_anywhere and (on_cpu or not on_hopper()):
-            refuse_without_kernels(self.config.rollout, "CPU" if on_cpu else torch.cuda.get_device_name())
+            refuse_without_kernels(rollout, "CPU" if on_cpu else torch.cuda.get_device_name())
 
     @property
     def dtype(self) -> torch.dtype:

@@ -40,7 +40,7 @@ def test_only_hopper_gpus_compute_so(kind: str, monkeypatch: pytest.MonkeyPatch)
     for gpus, why in (([], "rollouts are on a CPU"), ([0, 2], "rollouts are on a card 2"), ([0, 1], "")):
         monkeypatch.setattr(training, "visible_gpus", lambda gpus=gpus: gpus)
         if why:
-            with pytest.raises(UserError, match=f"rollout.{kind}=fp8 is for Hopper GPUs, and {why}"):
+            with pytest.raises(UserError, match=f"rollout.{kind}=fp8 is for Hopper GPUs alone, and {why}"):
                 training.check_fp8(config_with(kind))
         else:
             training.check_fp8(config_with(kind))
@@ -53,6 +53,15 @@ def test_only_hopper_gpus_compute_so(kind: str, monkeypatch: pytest.MonkeyPatch)
         rank.refuse_fp8()
     replace(rank, fp8_anywhere=True).refuse_fp8()
     replace(rank, config=TrainConfig()).refuse_fp8()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_nobody_has_compared_on_a_gpu_is_no_training(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before devices are looked at. Control: rollouts in 16 bits."""
+    monkeypatch.setattr(fp8_rollout, "SEEN_ON_GPUS", False)
+    with pytest.raises(UserError, match=f"rollout.{kind}=fp8: nobody has compared"):
+        training.check_fp8(config_with(kind))
+    training.check_fp8(TrainConfig())
 
 
 @pytest.mark.parametrize("kind", KINDS)
