@@ -10,7 +10,7 @@ from penstock.base.errors import UserError
 from penstock.configs.sections.rollout import RolloutConfig
 from penstock.engines.families.shape import ModelShape
 
-SEEN_ON_GPUS = False  # whether trainer and vLLM have been compared there
+SEEN_ON_GPUS: tuple[str, ...] = ()  # settings, "kv_cache_dtype" or "weights", with which trainer and vLLM were compared
 MULTIPLE = 16  # of which the sizes of a matrix have to be one: what the kernels load at a time
 IN_16_BITS = "leave it out: rollouts then compute as the trainer does"
 
@@ -21,9 +21,9 @@ def refuse_unseen(rollout: RolloutConfig) -> None:
     Raises:
         UserError: they are asked for.
     """
-    if rollout.in_fp8 and not SEEN_ON_GPUS:
+    if unseen := [name for name in rollout.in_fp8 if name not in SEEN_ON_GPUS]:
         raise UserError(
-            f"{_named(rollout)}: nobody has compared trainer and vLLM yet where rollouts compute in FP8", IN_16_BITS
+            f"{_named(unseen)}: nobody has compared trainer and vLLM yet where rollouts compute so", IN_16_BITS
         )
 
 
@@ -34,7 +34,9 @@ def refuse_without_kernels(rollout: RolloutConfig, device: str) -> None:
         UserError: rollouts in FP8 are asked for.
     """
     if rollout.in_fp8:
-        raise UserError(f"{_named(rollout)} is for Hopper GPUs alone, and rollouts are on a {device}", IN_16_BITS)
+        raise UserError(
+            f"{_named(rollout.in_fp8)} is for Hopper GPUs alone, and rollouts are on a {device}", IN_16_BITS
+        )
 
 
 def refuse_model(rollout: RolloutConfig, shape: ModelShape) -> None:
@@ -56,8 +58,8 @@ def refuse_model(rollout: RolloutConfig, shape: ModelShape) -> None:
         "compresses keys and values": shape.latent is not None,
     }
     if whys := [why for why, holds in found.items() if holds]:
-        raise UserError(f"{_named(rollout)}: the model {whys[0]}, and that is not computed in FP8", IN_16_BITS)
+        raise UserError(f"{_named(rollout.in_fp8)}: the model {whys[0]}, and that is not computed in FP8", IN_16_BITS)
 
 
-def _named(rollout: RolloutConfig) -> str:
-    return " and ".join(f"rollout.{name}=fp8" for name in rollout.in_fp8)
+def _named(settings: list[str]) -> str:
+    return " and ".join(f"rollout.{name}=fp8" for name in settings)

@@ -34,7 +34,7 @@ def config_with(kind: str, **sections: Any) -> TrainConfig:
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_hopper_gpus_compute_so(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a start and by each rank. Controls: two Hopper GPUs; machines elsewhere, whose ranks look; 16 bits."""
-    monkeypatch.setattr(fp8_rollout, "SEEN_ON_GPUS", True)
+    monkeypatch.setattr(fp8_rollout, "SEEN_ON_GPUS", KINDS)
     monkeypatch.setattr(training, "gpu_name", lambda gpu: f"card {gpu}")
     monkeypatch.setattr(training, "is_hopper", lambda gpu: gpu < 2)
     for gpus, why in (([], "rollouts are on a CPU"), ([0, 2], "rollouts are on a card 2"), ([0, 1], "")):
@@ -57,8 +57,8 @@ def test_only_hopper_gpus_compute_so(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_nobody_has_compared_on_a_gpu_is_no_training(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before devices are looked at. Control: rollouts in 16 bits."""
-    monkeypatch.setattr(fp8_rollout, "SEEN_ON_GPUS", False)
+    """Before devices are looked at, also where the other setting was compared. Control: rollouts in 16 bits."""
+    monkeypatch.setattr(fp8_rollout, "SEEN_ON_GPUS", tuple(other for other in KINDS if other != kind))
     with pytest.raises(UserError, match=f"rollout.{kind}=fp8: nobody has compared"):
         training.check_fp8(config_with(kind))
     training.check_fp8(TrainConfig())
