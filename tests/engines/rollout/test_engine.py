@@ -26,6 +26,7 @@ from penstock.engines.rollout.engine import (
     kv_cache_bytes,
     stop_token_ids,
 )
+from penstock.engines.weights.loader import Binding
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import EOS, Ranks, Shape
 from tests.engines.unpacked import load_unpacked, row_logprobs, row_tokens
@@ -318,3 +319,26 @@ def test_an_engine_falls_asleep_once_after_it_was_awake(monkeypatch: pytest.Monk
     generator.sleeps, generator.asleep = False, set()
     generator.sleep()
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("layers", [("layer",), ()], ids=["with copies", "without"])
+def test_copies_in_fp8_are_dropped_in_sleep_and_made_again(
+    layers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the reshard that this group makes alone. Control: where all is the trainer's nothing is dropped."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 2 * GIB))
+    calls: list[Any] = []
+    generator = Generator.__new__(Generator)
+    generator.sleeps, generator.asleep, generator.unmapped, generator.looks_anew = True, set(), 0, False
+    generator.dropped = False
+    generator.binding, generator.own_reshard = Binding((), (), layers), lambda: calls.append("weights") or 0
+    generator.fp8_copies = lambda: calls.append("copies") or 0  # type: ignore[assignment]
+    generator.llm = SimpleNamespace(
+        sleep=lambda level: calls.append(level),
+        wake_up=lambda tags: calls.extend(tags),
+        reset_prefix_cache=lambda: True,
+    )
+    generator.loop = SimpleNamespace(version=7, keys_of=None)  # type: ignore[assignment]
+    generator.sleep()
+    generator.wake()
+    assert calls == ([2, "weights", "weights", "copies", "kv_cache"] if layers else [1, "weights", "kv_cache"])
