@@ -18,7 +18,6 @@ from penstock.checks.model_code import check_own_class, check_own_code, check_tr
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.run import Role
 from penstock.configs.sections.trainer import CriticConfig, TrainerConfig
-from penstock.engines.families import fp8
 from penstock.engines.families.architecture import (
     STATE_ON_GPU,
     STATES_ON_GPUS,
@@ -40,6 +39,7 @@ from penstock.engines.families.attention import (
     no_flash_kernel,
     of_other_device,
 )
+from penstock.engines.families.fp8 import refuse_device, refuse_model, refuse_unshown
 from penstock.engines.families.images import IMAGES_ON_GPUS, NO_IMAGES_ON_GPUS, sees
 from penstock.engines.families.longest_row import longest_row
 from penstock.engines.families.routing import NO_REPLAY_ON_GPUS, REPLAY_ON_GPUS, REPLAYED
@@ -478,24 +478,19 @@ def takes_float32(device: str) -> bool:
 
 
 def check_fp8(config: TrainConfig) -> None:
-    """Check that the actor can compute in FP8; ranks on GPUs of other machines say it when they start.
+    """Check that what is asked to compute in FP8 can; of GPUs of other machines ranks say it when they start.
 
     Raises:
-        UserError: not on these devices, or not this model.
+        UserError: nobody has compared it yet, or it is not for these devices or this model.
     """
-    if not config.actor.fp8:
+    if not config.in_fp8:
         return
-    if config.model.dtype not in ("auto", "bfloat16"):
-        raise UserError(f"actor.fp8 is for bfloat16 weights, and model.dtype is {config.model.dtype}", "leave one out")
-    elsewhere, gpus = any(group.hosts for group in config.groups.values()), visible_gpus()
-    if not elsewhere and not (gpus and all(map(is_hopper, gpus))):
-        raise UserError(*fp8.NEEDS_HOPPER)
-    if not fp8.SHOWN_ON_GPUS:
-        raise UserError(*fp8.NOT_SHOWN)
-    if config.model.code is not None:
-        raise UserError("actor.fp8 is not for a model with code of its own, whose layers are not known", "leave it out")
-    if (why := fp8.without_fp8(shape_of(config))) is not None:
-        raise UserError(f"actor.fp8 is not for this model: {why}", "leave it out")
+    refuse_unshown(config)
+    if not any(group.hosts for group in config.groups.values()):
+        gpus = visible_gpus()
+        if others := [gpu_name(gpu) for gpu in gpus if not is_hopper(gpu)] if gpus else ["CPU"]:
+            refuse_device(config, others[0])
+    refuse_model(config, shape_of(config))
 
 
 def check_tensor_parallel(ranks: int, shape: ModelShape) -> None:

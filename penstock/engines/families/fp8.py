@@ -1,23 +1,64 @@
-"""What `actor.fp8` is for, for the checks before a start, which need no torch, and for ranks."""
+"""What computing in FP8 is for: for the checks before a start, which need no torch, and for ranks.
+
+Settings are `actor.fp8` (penstock/engines/kernels/fp8_blocks.py), `rollout.weights`
+(penstock/engines/rollout/fp8/weights.py) and `rollout.kv_cache_dtype`, which is vLLM's own. Left out: what other
+settings do not go with them (penstock/configs/schema.py).
+"""
 
 from __future__ import annotations
 
+from penstock.base.errors import UserError
+from penstock.configs.schema import TrainConfig
 from penstock.engines.families.shape import ModelShape
 
+SHOWN_ON_GPUS: tuple[str, ...] = ()  # settings that were compared with bfloat16 on a GPU; until then one is refused
 ALIGNED = 16  # numbers of FP8 that a product loads at once
-SHOWN_ON_GPUS = False  # whether loss, gradients and speed were compared with bfloat16's on a GPU
-NOT_SHOWN = (
-    "actor.fp8: on GPUs nobody has compared what is trained so with bfloat16 yet",
-    "leave it out; 'penstock bench update' measures it",
-)
-NEEDS_HOPPER = ("actor.fp8 is for Hopper GPUs: others compute no such products, or no faster", "leave it out")
+IN_16_BITS = "leave it out"
 
 
-def without_fp8(shape: ModelShape) -> str | None:
-    """Return why a model is not trained in FP8, as a message says it; None if it is."""
-    if shape.experts is not None:
-        return "most products of a mixture are its experts', which stay bfloat16"
-    if shape.delta is not None or not shape.explained:
-        return "it has other layers than attention and gated MLPs, which have not been compared in FP8"
-    odd = [name for name, sizes in shape.matrices.items() if any(size % ALIGNED for size in sizes)]
-    return f"the sizes of {odd[0]} are no multiples of {ALIGNED}" if odd else None
+def refuse_unshown(config: TrainConfig) -> None:
+    """Raise where nobody has shown yet what a setting does on a GPU.
+
+    Raises:
+        UserError: it is asked for.
+    """
+    if unshown := [name for name in config.in_fp8 if name not in SHOWN_ON_GPUS]:
+        measured = "'penstock bench update' and 'penstock bench rollout' measure it"
+        raise UserError(
+            f"{' and '.join(unshown)} in FP8: on GPUs nobody has compared it with bfloat16 yet",
+            f"{IN_16_BITS}; {measured}",
+        )
+
+
+def refuse_device(config: TrainConfig, device: str) -> None:
+    """Raise on a device that is no Hopper GPU, whose name or "CPU" is `device`.
+
+    Raises:
+        UserError: a setting asks for FP8.
+    """
+    if names := config.in_fp8:
+        raise UserError(f"{' and '.join(names)} in FP8 is for Hopper GPUs alone, and this is a {device}", IN_16_BITS)
+
+
+def refuse_model(config: TrainConfig, shape: ModelShape) -> None:
+    """Raise for a model that is not computed in FP8, or has not been compared so.
+
+    Raises:
+        UserError: a setting asks for it.
+    """
+    names = config.in_fp8
+    if not names:
+        return
+    products = names != ["rollout.kv_cache_dtype"]
+    odd = [size for _, kind in shape.kinds for matrix in kind.values() for size in matrix if size % ALIGNED]
+    found = {
+        "has code of its own, whose layers are not known": config.model.code is not None,
+        "is a mixture of experts": products and shape.experts is not None,
+        "sees images": bool(shape.encoder),
+        "has layers that carry a state": bool(shape.family.mixers),
+        "compresses keys and values": shape.latent is not None,
+        f"has matrices of {min(odd, default=0)} rows or columns, no multiple of {ALIGNED}": products and bool(odd),
+        "has other layers than attention and gated MLPs": products and not shape.explained,
+    }
+    if whys := [why for why, holds in found.items() if holds]:
+        raise UserError(f"{' and '.join(names)}: the model {whys[0]}, and that is not computed in FP8", IN_16_BITS)

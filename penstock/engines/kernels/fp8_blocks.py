@@ -115,10 +115,10 @@ class _Fp8Mlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, down_HF: Tensor, sum_2FH: Tensor, sum_HF: Tensor, *fp8: Tensor) -> Tensor:
         input_NH = input.flatten(0, -2)
-        both_N2F = fp8_output(input_NH, fp8[:4], None)
+        both_N2F = fp8_output(input_NH, fp8[:4])
         ctx.save_for_backward(input, both_N2F, sum_2FH, sum_HF, *fp8)
         gate_NF, up_NF = both_N2F.chunk(2, -1)
-        return fp8_output(nn.functional.silu(gate_NF) * up_NF, fp8[4:], None).view(input.shape)
+        return fp8_output(nn.functional.silu(gate_NF) * up_NF, fp8[4:]).view(input.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -2,7 +2,8 @@
 
 Each row of what is multiplied has a scale of its own, so that its largest number is the largest of e4m3: activations
 and gradients by token, weights by output for the forward pass and by input for the backward pass ("rowwise" of
-torchao's float8 training). vLLM's FP8 weights have the same scales by output. Gradients are e4m3, too: within a row its
+torchao's float8 training). Rollouts compute outputs by the same functions (engines/rollout/fp8/weights.py), so that
+trainer and vLLM round the same numbers alike. Gradients are e4m3, too: within a row its
 three bits of mantissa are worth more than e5m2's range (tests/engines/kernels/test_fp8_linear.py measures both).
 
 Weights are scaled and rounded once per optimizer step, not with every micro-batch. That, and weight gradients that go
@@ -39,13 +40,16 @@ def scaled_together(first_NK: Tensor, second_NK: Tensor) -> Scaled:
     return torch.cat(tuple(both), -1), scale_N
 
 
-def fp8_product(left: Scaled, right: Scaled, dtype: torch.dtype) -> Tensor:
-    """Return left @ right.T in `dtype`; both lie by rows of what is summed over, as the tensor cores read them."""
+def fp8_product(left: Scaled, right: Scaled, dtype: torch.dtype, bias_O: Tensor | None = None) -> Tensor:
+    """Return left @ right.T + bias, rounded to `dtype` once.
+
+    Both lie by rows of what is summed over, as the tensor cores read them.
+    """
     (left_NK, left_N), (right_OK, right_O) = left, right
     # The scales become a column and a row here: of a column that it made the compiler would choose the strides itself.
     scales = left_N.unsqueeze(1), right_O.unsqueeze(0)
     product: Tensor = torch._scaled_mm(
-        left_NK.contiguous(), right_OK.t(), *scales, out_dtype=dtype, use_fast_accum=True
+        left_NK.contiguous(), right_OK.t(), *scales, bias=bias_O, out_dtype=dtype, use_fast_accum=True
     )
     return product
 
@@ -84,16 +88,15 @@ def _empty(like: Tensor, rows: int, columns: int) -> Scaled:
     return like.new_empty(rows, columns, dtype=FP8), like.new_empty(rows, dtype=torch.float32)
 
 
-def fp8_output(input: Tensor, weight: tuple[Tensor, ...], bias_O: Tensor | None) -> Tensor:
+def fp8_output(input: Tensor, weight: tuple[Tensor, ...], bias_O: Tensor | None = None) -> Tensor:
     """Return a linear layer's output.
 
     Args:
         input: [..., in].
-        weight: `Fp8Weight.tensors`.
+        weight: `Fp8Weight.tensors`, or the first two of them.
     """
-    output_NO = fp8_product(scaled(input.flatten(0, -2)), (weight[0], weight[1]), input.dtype)
-    output = output_NO.unflatten(0, input.shape[:-1])
-    return output if bias_O is None else output + bias_O
+    output_NO = fp8_product(scaled(input.flatten(0, -2)), (weight[0], weight[1]), input.dtype, bias_O)
+    return output_NO.view(*input.shape[:-1], output_NO.shape[1])
 
 
 def fp8_input_gradient(grad: Tensor, weight: tuple[Tensor, ...]) -> Tensor:

@@ -24,11 +24,11 @@ from penstock.engines.batches.shares import ALONE, RankSet
 from penstock.engines.commands.finetuning import Step
 from penstock.engines.commands.rollout import PartialResults
 from penstock.engines.families.attention import needs_flex
-from penstock.engines.families.fp8 import NEEDS_HOPPER
+from penstock.engines.families.fp8 import refuse_device
 from penstock.engines.families.images import IMAGES_ON_GPUS, NO_IMAGES_ON_GPUS
 from penstock.engines.families.shape import ModelShape, read_settings
-from penstock.engines.kernels import flash_attention
 from penstock.engines.kernels.attention_kernel import choose_attention
+from penstock.engines.kernels.flash_attention import on_hopper
 from penstock.engines.kernels.fp8_blocks import Fp8Blocks
 from penstock.engines.kernels.lm_head import Head
 from penstock.engines.kernels.sequence_parallel import ranks_together
@@ -112,11 +112,11 @@ class RankModels:
         """Take over the configuration, before a model is loaded.
 
         Raises:
-            UserError: this rank cannot have the kernel of attention that it names, or the actor's products in FP8.
+            UserError: this rank cannot have the kernel of attention that it names, or compute in FP8.
         """
         choose_attention(config.model.attention, self.device.type, self.compares)
-        if config.actor.fp8 and self.device.type == "cuda" and not flash_attention.on_hopper():
-            raise UserError(*NEEDS_HOPPER)
+        if config.in_fp8 and self.device.type == "cuda" and not on_hopper():
+            refuse_device(config, torch.cuda.get_device_name())
         self.config = config
 
     def see(self, images: str | None, folder: str) -> None:

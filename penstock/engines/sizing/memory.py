@@ -357,7 +357,9 @@ def _rest(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig])
         merged = shared and config.actor.lora is not None and config.actor.lora.experts  # and counted so
         apart = shape.family.transposed or (shared and experts_elsewhere(config.actor, shape))
         own += shape.expert_parameters if apart and not merged else 0  # vLLM has copies of them
-        parts |= {"rollout weights": rank.width * own // config.rollout.tensor_parallel} if own else {}
+        size = rank.width * own // config.rollout.tensor_parallel
+        size += shape.block_matrices if config.rollout.weights == "fp8" else 0  # a byte of each, beside them
+        parts |= {"rollout weights": size} if size else {}
     return parts
 
 
@@ -562,7 +564,8 @@ def kv_cache_bytes(config: TrainConfig, rank: Rank) -> int:
         return int(config.rollout.kv_cache_gib * GIB)
     shape, parallel, most = rank.shapes["rollout"], config.rollout.tensor_parallel, _sequences(config, rank)
     wanted = most + 1 if rank.device == "cuda" and _stays(config) else min(USEFUL_SEQUENCES, most)
-    return shape.kv_cache_bytes(wanted, _longest(config), rank.width, parallel, rank.device == "cuda")
+    width = config.rollout.kv_cache_width(rank.width)
+    return shape.kv_cache_bytes(wanted, _longest(config), width, parallel, rank.device == "cuda")
 
 
 def _route_bytes(config: TrainConfig, rank: Rank) -> int:

@@ -1,86 +1,132 @@
-"""`actor.fp8` is refused where it has no effect, or where nobody has seen what it does."""
+"""Computing in FP8 is refused where it has no effect, or where nobody has seen what it does."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from pydantic import ValidationError
 
 from penstock.base.errors import UserError
 from penstock.checks import model as checks
+from penstock.configs.evaluation import evaluation_config
 from penstock.configs.loading.load import config_from_mapping
+from penstock.configs.schema import TrainConfig
+from penstock.configs.sections.model import TinyModel
 from penstock.engines.families import fp8
-from penstock.engines.families.shape import ModelShape
+from penstock.engines.families.fp8 import refuse_model
+from penstock.engines.families.shape import ExpertSizes
+from penstock.engines.families.tiny import tiny_shape
 from penstock.engines.ranks.models import RankModels
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "actor.fp8": {"actor": {"fp8": True}},
+    "rollout.kv_cache_dtype": {"rollout": {"kv_cache_dtype": "fp8"}},
+    "rollout.weights": {"rollout": {"weights": "fp8"}},
+}
+MODEL = tiny_shape(TinyModel())
 ELSEWHERE = {
     "groups": {"far": {"hosts": 1, "ranks": 1, "roles": ["actor", "rollout"]}},
     "hosts": {"address": "10.0.0.1"},
 }
 
 
-def checked(wanted: bool = True, dtype: str = "auto", **sections: Any) -> None:
-    tree = {"model": {"tiny": {}, "dtype": dtype}, "actor": {"fp8": wanted}, **sections}
-    checks.check_fp8(config_from_mapping(tree, "test"))
+def config_with(name: str, **sections: Any) -> TrainConfig:
+    return config_from_mapping({"model": {"tiny": {}}, **SETTINGS[name], **sections}, "test")
 
 
-def on_hopper(monkeypatch: pytest.MonkeyPatch, hopper: bool = True, shown: bool = True) -> None:
-    monkeypatch.setattr(checks, "visible_gpus", lambda: [0, 1])
-    monkeypatch.setattr(checks, "is_hopper", lambda gpu: hopper or gpu == 0)
-    monkeypatch.setattr(fp8, "SHOWN_ON_GPUS", shown)
-
-
-def test_it_needs_hopper_gpus_and_a_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Controls: without the setting nothing is refused, and on shown Hopper GPUs it is not either."""
+@pytest.mark.parametrize("name", SETTINGS)
+def test_only_hopper_gpus_compute_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a start. Controls: two Hopper GPUs; machines elsewhere, whose ranks look; 16 bits."""
+    monkeypatch.setattr(fp8, "SHOWN_ON_GPUS", tuple(SETTINGS))
+    monkeypatch.setattr(checks, "gpu_name", lambda gpu: f"card {gpu}")
+    monkeypatch.setattr(checks, "is_hopper", lambda gpu: gpu < 2)
+    for gpus, why in (([], "this is a CPU"), ([0, 2], "this is a card 2"), ([0, 1], "")):
+        monkeypatch.setattr(checks, "visible_gpus", lambda gpus=gpus: gpus)
+        if why:
+            with pytest.raises(UserError, match=f"{name} in FP8 is for Hopper GPUs alone, and {why}"):
+                checks.check_fp8(config_with(name))
+        else:
+            checks.check_fp8(config_with(name))
+        checks.check_fp8(TrainConfig())
     monkeypatch.setattr(checks, "visible_gpus", list)
-    with pytest.raises(UserError, match="for Hopper GPUs"):
-        checked()
-    checked(wanted=False)
-    on_hopper(monkeypatch, hopper=False)
-    with pytest.raises(UserError, match="for Hopper GPUs"):
-        checked()
-    on_hopper(monkeypatch, shown=False)
-    for sections in ({}, ELSEWHERE):
-        with pytest.raises(UserError, match="nobody has compared"):
-            checked(**sections)
-    on_hopper(monkeypatch)
-    checked()
-    monkeypatch.setattr(checks, "visible_gpus", list)
-    checked(**ELSEWHERE)  # its ranks say it
+    checks.check_fp8(config_with(name, **ELSEWHERE))
 
 
-def test_float32_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: bfloat16."""
-    on_hopper(monkeypatch)
-    with pytest.raises(UserError, match="for bfloat16 weights, and model.dtype is float32"):
-        checked(dtype="float32")
-    checked(dtype="bfloat16")
-
-
-def test_models_with_other_layers_and_odd_sizes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: a dense decoder whose sizes are multiples of 16, the tiny model's by default among them."""
-    on_hopper(monkeypatch)
-    with pytest.raises(UserError, match="the sizes of gate_proj are no multiples of 16"):
-        checked(model={"tiny": {"intermediate_size": 100}})
-    sizes = {"heads": 2, "kv_heads": 2, "head_size": 16, "positions": 9, "vocabulary": 64}
-    dense = ModelShape(4096 + 4 * 1024 + 3 * 32 * 64, 1, 32, 64, **sizes)
-    assert fp8.without_fp8(dense) is None
-    other = ModelShape(2 * dense.parameters, 1, 32, 64, **sizes)
-    assert "other layers than attention and gated MLPs" in str(fp8.without_fp8(other))
-
-
-def test_a_rank_on_another_gpu_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_rank_on_another_gpu_refuses(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a machine that had not joined before. Controls: on a Hopper GPU, and without the setting."""
-    import torch
-
-    config = config_from_mapping({"model": {"tiny": {}}, "actor": {"fp8": True}}, "test")
     models = RankModels(0, 1, torch.device("cuda"))
-    for capability, refused in (((8, 0), True), ((9, 0), False)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
-        if refused:
-            with pytest.raises(UserError, match="for Hopper GPUs"):
-                models.configure(config)
-            continue
-        models.configure(config)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "card")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(UserError, match="for Hopper GPUs alone, and this is a card"):
+        models.configure(config_with(name))
     models.configure(config_from_mapping({"model": {"tiny": {}}}, "test"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    models.configure(config_with(name))
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_nobody_has_compared_on_a_gpu_is_no_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before devices are looked at, also where the others were compared. Control: 16 bits."""
+    monkeypatch.setattr(fp8, "SHOWN_ON_GPUS", tuple(other for other in SETTINGS if other != name))
+    for sections in ({}, ELSEWHERE):
+        with pytest.raises(UserError, match=f"{name} in FP8: on GPUs nobody has compared"):
+            checks.check_fp8(config_with(name, **sections))
+    checks.check_fp8(TrainConfig())
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_model_that_was_not_compared_is_refused(name: str) -> None:
+    """Mixtures, sizes and other layers are about products alone. Controls: a plain model, and each in 16 bits."""
+    products = name != "rollout.kv_cache_dtype"
+    cases = {
+        "is a mixture of experts": (replace(MODEL, experts=ExpertSizes(count=4, chosen=2, inner=32)), products),
+        "has matrices of 200 rows or columns": (replace(MODEL, intermediate_size=200), products),
+        "has other layers than attention": (replace(MODEL, parameters=2 * MODEL.parameters), products),
+        "sees images": (replace(MODEL, encoder=9), True),
+        "has layers that carry a state": (replace(MODEL, model_type="falcon_h1"), True),
+    }
+    for why, (shape, refused) in cases.items():
+        refuse_model(TrainConfig(), shape)
+        if refused:
+            with pytest.raises(UserError, match=f"{name}: the model {why}"):
+                refuse_model(config_with(name), shape)
+        else:
+            refuse_model(config_with(name), shape)
+    refuse_model(config_with(name), MODEL)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_tokens_of_policies_that_compute_otherwise_are_corrected(name: str) -> None:
+    """By importance weights unless the recipe has a section of its own. Control: in 16 bits there are none."""
+    assert TrainConfig().algorithm.correction is None
+    given = config_with(name).algorithm.correction
+    assert given is not None
+    assert (given.weights, given.cap) == ("token", 2.0)
+    own = config_with(name, algorithm={"correction": {}}).algorithm.correction
+    assert own is not None
+    assert own.weights is None
+
+
+def test_settings_that_do_not_go_with_it_are_named() -> None:
+    """Float32 has no such kernels, and the parts of a cut matrix other scales. Control: a cut cache is as the whole."""
+    for name in SETTINGS:
+        with pytest.raises(UserError, match=f"'{name}' in FP8 does not go with 'model.dtype' float32"):
+            config_with(name, model={"tiny": {}, "dtype": "float32"})
+    spread = {"tensor_parallel": 2}
+    with pytest.raises(ValidationError, match="needs 'rollout.tensor_parallel' 1"):
+        TrainConfig.model_validate({"rollout": {"weights": "fp8", **spread}})
+    TrainConfig.model_validate({"rollout": {"kv_cache_dtype": "fp8", **spread}})
+
+
+def test_an_evaluation_by_itself_is_of_the_model_in_the_folder() -> None:
+    """In 16 bits. Control: the training whose recipe it is has all settings."""
+    config = TrainConfig.model_validate(
+        {"actor": {"fp8": True}, "rollout": {"kv_cache_dtype": "fp8", "weights": "fp8"}}
+    )
+    assert config.in_fp8 == [*SETTINGS]
+    assert evaluation_config(config, Path("model"), None).in_fp8 == []

@@ -150,7 +150,7 @@ def test_a_weight_is_rounded_when_it_is_renewed_and_stays_in_its_place() -> None
     places = [tensor.data_ptr() for tensor in weight.tensors]
 
     def made() -> list[Tensor]:
-        return [fp8_output(input_NI, weight.tensors, None), fp8_input_gradient(grad_NO, weight.tensors)]
+        return [fp8_output(input_NI, weight.tensors), fp8_input_gradient(grad_NO, weight.tensors)]
 
     before = made()
     parameter.data.mul_(-3)
@@ -175,5 +175,5 @@ def test_the_tensor_cores_compute_the_product(tokens: int) -> None:
     weight, input_NI = Fp8Weight(torch.randn(48, 64, **kind)).tensors, torch.randn(tokens, 64, **kind)
     exact = _exact(*scaled(input_NI)) @ _exact(weight[0], weight[1]).t()
     for run in (fp8_output, torch.compile(fp8_output, dynamic=True, fullgraph=True)):
-        assert _apart(run(input_NI, weight, None), exact) < 0.005
-        assert _apart(run(input_NI, (weight[0], weight[1].roll(1)), None), exact) > 0.05
+        assert _apart(run(input_NI, weight), exact) < 0.005
+        assert _apart(run(input_NI, (weight[0], weight[1].roll(1))), exact) > 0.05
