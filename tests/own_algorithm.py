@@ -74,6 +74,15 @@ def two_inputs(rewards: Any, groups: Any) -> Any:
     return rewards
 
 
+def raising(inputs: AdvantageInputs) -> Any:
+    raise LookupError("no such column")
+
+
+def plain_list(inputs: AdvantageInputs) -> Advantages:
+    """Of no type of numpy's."""
+    return Advantages([0.0] * len(inputs.mask_T))  # type: ignore[arg-type]
+
+
 def plain_array(inputs: AdvantageInputs) -> Any:
     """No `Advantages`."""
     return inputs.rewards_B

@@ -2,13 +2,14 @@
 
 Two trainings as a user starts them (penstock/benchmarks/step.py), of the same work: the recipe, and the recipe without
 `rollout.tail`, `rollout.carry` or `rollout.stream`. What counts is the time of all iterations after the first few, not
-a median, because rounds differ: of those that put prompts off some pay for the others. Left out: what is learned.
+a median, because rounds differ: of those that put prompts off some pay for the others. The twin comes first and is kept
+as a result, so that what is cut off after it need not repeat it. Left out: what is learned.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from penstock.benchmarks.workload.prompts import with_prompts
 from penstock.configs.loading.load import load_config
 
 MODES = ("tail", "carry", "stream")  # keys of `rollout`
+SYNCHRONOUS = "synchronous"  # the training that waits for all
 UNEVEN = "penstock.benchmarks.ranks.uneven_training"
 FIGURES = {
     "deferred_share": "rollout/deferred_share",
@@ -49,6 +51,7 @@ def measure(
     synchronous: int | None,
     lognormal: bool,
     against: BenchResult | None = None,
+    keep: Callable[[BenchResult], None] = lambda _: None,
 ) -> BenchResult:
     """Train both ways; return samples per second after the first `skip` iterations, and their ratio.
 
@@ -56,6 +59,7 @@ def measure(
         synchronous: iterations of the synchronous training; None: as many as the recipe has.
         lognormal: whether responses end as those of a reasoning model (penstock/benchmarks/ranks/uneven_rank.py).
         against: a result of this benchmark whose synchronous training is not repeated.
+        keep: called with the result of the synchronous training once it has ended, which may be `against` later.
 
     Raises:
         UserError: the recipe is wrong or waits for all, too few iterations are asked for, a training failed, or
@@ -68,43 +72,41 @@ def measure(
     if lognormal and not config.rollout.ignore_eos:
         raise UserError(f"in {recipe} a response may end by itself", "give rollout.ignore_eos=true")
     lengths = {"lengths": "log-normal" if lognormal else "the model's"}
+    twin = load_config(recipe, [*overrides, *waits])
     if against is not None:
-        _check_same(
-            against, [{**lengths, **describe(of)} for of in (config, load_config(recipe, [*overrides, *waits]))]
-        )
+        _check_same(against, [{**lengths, **describe(of)} for of in (config, twin)])
     program = UNEVEN if lognormal else PROGRAM
     fewer = [] if synchronous is None else [f"iterations={synchronous}"]
     for count in (config.iterations, synchronous or config.iterations):
         steady(range(count), skip)
+    samples = config.rollout.prompts * config.rollout.samples
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
         overrides = [*overrides, *with_prompts(config, Path(scratch))]
+        others: Sequence[Mapping[str, float]]
+        if against is not None:
+            others = [row for row in against.details if row["mode"] == SYNCHRONOUS]
+        else:
+            others, _ = trained(recipe, [*overrides, *waits, *fewer], Path(scratch) / SYNCHRONOUS, program)
+        peer = figures_of(others, skip, samples)
+        told = {"synchronous_iterations": len(others), "skipped": skip, **lengths}
+        if against is None:
+            waited = {"iterations": len(others), **told, **describe(twin)}
+            keep(new_result("waiting", command, peer, settings=waited, details=_rows(SYNCHRONOUS, others)))
         rows, _ = trained(recipe, overrides, Path(scratch) / "recipe", program)
-        others = (
-            trained(recipe, [*overrides, *waits, *fewer], Path(scratch) / "synchronous", program)[0]
-            if against is None
-            else [row for row in against.details if row["mode"] == "synchronous"]
-        )
-    samples = config.rollout.prompts * config.rollout.samples
-    figures, peer = figures_of(rows, skip, samples), figures_of(others, skip, samples)
+    figures = figures_of(rows, skip, samples)
     return new_result(
         "waiting",
         command,
         {**figures, "speedup": figures["samples_per_s"] / peer["samples_per_s"]},
-        peers={"synchronous": peer},
-        peers_command=command if against is None else against.peers_command,
-        settings={
-            "iterations": len(rows),
-            "synchronous_iterations": len(others),
-            "skipped": skip,
-            **lengths,
-            **describe(config),
-        },
-        details=[
-            {**row, "mode": mode, "iteration": number}
-            for mode, found in (("recipe", rows), ("synchronous", others))
-            for number, row in enumerate(found, start=1)
-        ],
+        peers={SYNCHRONOUS: peer},
+        peers_command=command if against is None else against.peers_command or against.command,
+        settings={"iterations": len(rows), **told, **describe(config)},
+        details=[*_rows("recipe", rows), *_rows(SYNCHRONOUS, others)],
     )
+
+
+def _rows(mode: str, rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+    return [{**row, "mode": mode, "iteration": number} for number, row in enumerate(rows, start=1)]
 
 
 def _check_same(against: BenchResult, works: Sequence[Mapping[str, Any]]) -> None:

@@ -340,7 +340,7 @@ def estimate_groups(
         shapes = {role: shape_of(config, role) for role in config.roles if role in spec.roles}
         gated = on == "cuda" and all(_has_gated_mlp(device, gpus, elsewhere) for device in spec.devices)
         on_host = max(len(spec.ranks_on(host)) for host in spec.hosts)
-        rank = Rank(shapes, len(spec.devices), on, weight_width(config, on), scores, gated, on_host, generating)
+        rank = Rank(shapes, len(spec.devices), on, weight_width(config, on), scores, gated, on_host, generating, free)
         recomputed = choose_recomputed(config, rank, free)
         decided = decide_sleep(config, rank, recomputed, free)
         memory = rank_memory(decided, rank, recomputed, phase)

@@ -1,124 +1,68 @@
-"""The command `penstock`: its commands, and errors as sentences.
+"""The command `penstock` as a process: Ctrl-C and errors end it with a sentence and an exit code.
 
-A user's mistake ends with its message and exit code 2, without a traceback, before any engine starts. Left out: the
-commands themselves (penstock/cli/commands), and what is said of an error (penstock/session/flow_runs/failures.py).
+A user's mistake ends with its message and exit code 2, without a traceback, before any engine starts. Ctrl-C is heeded
+from the first import on, so all that takes its time to import is imported inside `main`.
+
+Left out: which commands there are (app.py), and what is said of an error (penstock/session/flow_runs/failures.py).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import NoReturn
 
-import typer
-from pydantic_core import PydanticSerializationError
-
-from penstock import __version__
-from penstock.cli.commands import bench, chains, machine, models, runs, sweeps, training
-from penstock.cli.libraries import quiet_libraries
-from penstock.cli.resume_option import ResumesNewest
-from penstock.cli.terminal import console, errors, escaped
-from penstock.session.flow_runs.failures import MISTAKE, told
-
-ABOUT = "Post-train language models with reinforcement learning, as a Prefect workflow."
-
-FIRST = "A first run: penstock train configs/quickstart.yaml. What a recipe may say: penstock keys."
-
-TRAIN = "Train"
-
-COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
-    TRAIN: {
-        "train": training.train,
-        "sweep": sweeps.sweep,
-        "chain": chains.chain,
-        "sft": training.sft,
-        "preference": training.preference,
-        "reward-model": training.reward_model,
-        "keys": training.keys,
-    },
-    "Prepare the machine": {
-        "doctor": machine.doctor,
-        "server": machine.server,
-        "deploy": machine.deploy,
-        "host": machine.host,
-        "chaos": machine.chaos,
-    },
-    "Follow and compare runs": {
-        "samples": runs.samples,
-        "episodes": runs.episodes,
-        "compare": runs.compare,
-        "select": runs.select,
-        "replay": runs.replay,
-        "sync": runs.sync,
-        "set": runs.set_live,
-        "ui": runs.ui,
-    },
-    "Use a trained model": {
-        "evaluate": models.evaluate,
-        "export": models.export,
-        "promote": models.promote,
-        "serve": models.serve,
-        "loadtest": models.loadtest,
-    },
-}
-
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=ABOUT, epilog=FIRST)
-
-for panel, commands in COMMANDS.items():
-    for name, command in commands.items():
-        app.command(name, cls=ResumesNewest if panel == TRAIN else None, rich_help_panel=panel)(command)
-
-app.add_typer(bench.app, name="bench", rich_help_panel="Prepare the machine")
+from penstock.base.interrupts import STOPPED, interrupts_end_at_once
 
 
 def main() -> None:
     """Run the command line; the console script's entry point."""
+    with interrupts_end_at_once():
+        from pathlib import Path
+
+        import typer
+
+        from penstock.cli.app import app, meant_key
+        from penstock.cli.libraries import quiet_libraries
+        from penstock.cli.terminal import errors
+        from penstock.session.flow_runs.failures import MISTAKE, told
+
+        quiet_libraries()
     sys.path.append(str(Path.cwd()))  # reward functions are named from here; last: a user's tasks.py hides no room
-    quiet_libraries()
     code = None
     try:
         code = app(standalone_mode=False)
-    except typer.Abort:  # what older Typers make of Ctrl-C in a command; newer ones return 130
-        code = 130
+    except (typer.Abort, KeyboardInterrupt):  # the first is what older Typers make of Ctrl-C; newer ones return 130
+        code = STOPPED
     except Exception as error:
         if hasattr(error, "format_message"):
-            _fail(error.format_message())  # click's own usage errors; empty where the help is the answer
+            # Click's own; empty where the help is the answer. Pydantic's word before ours says nothing.
+            said = error.format_message().replace("Value error, ", "") + meant_key(error, sys.argv[1:])
+            _fail(said, MISTAKE)
         if _is_interruption(error):
-            code = 130
+            code = STOPPED
         elif (failure := told(error, sys.argv[1:])) is None:
             raise
         else:
             _fail(*failure)
     if code:
-        if code == 130:
+        if code == STOPPED:
             errors.print("stopped")
         raise SystemExit(code)
 
 
 def _is_interruption(error: Exception) -> bool:
     """Whether Ctrl-C came while pydantic wrote settings as text, which makes an error of its own of it."""
+    from pydantic_core import PydanticSerializationError
+
     return isinstance(error, PydanticSerializationError) and KeyboardInterrupt.__name__ in str(error)
 
 
-def _fail(message: str, code: int = MISTAKE) -> NoReturn:
+def _fail(message: str, code: int) -> NoReturn:
+    from penstock.cli.terminal import errors, escaped
+
     if message:
         errors.print(f"[bold red]error:[/] {escaped(message)}", highlight=False, soft_wrap=True)
     raise SystemExit(code)
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        console.print(f"penstock {__version__}", highlight=False)
-        raise typer.Exit
-
-
-@app.callback()
-def _options(
-    version: Annotated[  # noqa: ARG001 - the callback has done all
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and leave")
-    ] = False,
-) -> None: ...
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from penstock.base.interrupts import STOPPED
 from penstock.cli.terminal import console, errors, short_path
 
 
@@ -47,7 +48,7 @@ def ending_in_words(command: str, folder: Path, how_to: Callable[[str, Path], st
     except (KeyboardInterrupt, Terminated) as end:
         how = tell(command, folder)
         errors.print(f"stopped, the engines are down. {how}", highlight=False, soft_wrap=True)
-        raise SystemExit(130 if isinstance(end, KeyboardInterrupt) else end.code) from None
+        raise SystemExit(STOPPED if isinstance(end, KeyboardInterrupt) else end.code) from None
     except Exception as error:
         error.add_note(tell(command, folder))
         raise

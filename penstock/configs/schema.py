@@ -225,6 +225,16 @@ class TrainConfig(Recipe):
         return bool(self.groups) and not any({"actor", "rollout"} <= set(group.roles) for group in self.groups.values())
 
     @property
+    def rollout_alone(self) -> bool:
+        """Whether there is a group that does nothing but the rollout."""
+        return any(group.roles == ["rollout"] for group in self.groups.values())
+
+    @property
+    def learns_beside(self) -> bool:
+        """Whether ranks compute with what is complete of a rollout while they generate the rest."""
+        return self.rollout.in_portions and not self.rollout_alone
+
+    @property
     def old_logprobs_needed(self) -> bool:
         """Whether log-probs of the generating policy are needed: off-policy steps, KL in the reward, the algorithm."""
         return self.algorithm.old_logprobs_needed
@@ -252,6 +262,7 @@ def check_images(config: TrainConfig) -> None:
     given = {
         "elastic groups": any(group.elastic for group in config.groups.values()),
         "rollout.stream.keep_kv_cache": stream is not None and stream.keep_kv_cache,
+        "rollout.stream without a group for the rollout": config.learns_beside,
         "environment.agents": bool(config.players),
         "critic.path": config.critic is not None and config.critic.path is not None,
         "reward.model": config.reward.model is not None,
@@ -307,12 +318,24 @@ def check_stream(config: TrainConfig) -> None:
             "'rollout.stream' lets steps of several iterations go on side by side, and with a 'dataflow' of yours one "
             "follows the other: remove one of them"
         )
-    if not any(group.roles == ["rollout"] for group in config.groups.values()):
+    alone = config.rollout_alone
+    if config.rollout.begins_ahead and not alone:
         raise ValueError(
-            "'rollout.stream' needs a group for 'rollout' alone, since all others work meanwhile: give 'groups'"
+            "'rollout.stream' from staleness 1 on needs a group for 'rollout' alone, since all others work meanwhile: "
+            "give 'groups'"
         )
     if config.rollout.in_portions:
         check_portions(config)
+    if config.rollout.tensor_parallel > 1 and not alone:
+        raise ValueError(
+            "'rollout.stream' lets an engine's ranks generate and learn at the same time, and where several make one "
+            "engine both would send: give 'rollout' a group of its own, or set 'rollout.tensor_parallel' to 1"
+        )
+    if config.rollout.sleep and not alone:
+        raise ValueError(
+            "'rollout.sleep' has no effect with 'rollout.stream', where updates and KV cache are needed at the same "
+            "time: remove it"
+        )
 
 
 def check_replay(config: TrainConfig) -> None:

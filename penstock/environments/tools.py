@@ -142,9 +142,15 @@ def schemas_of(spec: str, made: object) -> list[dict[str, Any]]:
             raise UserError(
                 f"environment.type '{spec}': its tool '{name}' cannot be described to the policy: {error}",
                 "annotate every argument, and describe it in the docstring under 'Args:'; "
-                "a method that is no tool begins with an underscore",
+                f"a method that is no tool begins with an underscore{_meant_environment(made)}",
             ) from error
     return schemas
+
+
+def _meant_environment(made: object) -> str:
+    """Return what a class with `step` may lack: its methods count as tools where its `reset` takes something else."""
+    has_step = callable(getattr(made, "step", None))
+    return "; an environment with step(text), which this may be, needs reset(row, seed)" if has_step else ""
 
 
 def _tool(played: object, call: ToolCall) -> Callable[[], object]:

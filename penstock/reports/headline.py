@@ -114,4 +114,6 @@ def _weights(shared: int | None, copied: int | None, strategy: str | None) -> He
     if shared is None and copied is None:
         return None
     way = "" if strategy in (None, "shared") else f" by {strategy}"
-    return Headline("Weights shared", f"{shared or 0:,} tensors", f"{copied or 0:,} copied{way}")
+    return Headline(
+        "Weights shared", f"{shared or 0:,} tensors", f"with the rollout engine, {copied or 0:,} copied{way}"
+    )

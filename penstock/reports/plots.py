@@ -274,6 +274,7 @@ def time_figure(frame: pd.DataFrame) -> Figure | None:
     (axes,) = canvas(1, height=3.3)
     bottom = np.zeros(len(times) + 1)
     edges = [*(times.index - 0.5), times.index[-1] + width - 0.5]
+    times = _longest(times, len(COLOURS))
     for number, (task, seconds) in enumerate(times.items()):
         top = bottom + np.append(seconds, seconds.iloc[-1])
         axes.fill_between(
@@ -282,7 +283,7 @@ def time_figure(frame: pd.DataFrame) -> Figure | None:
             top,
             step="post",
             linewidth=0,
-            color=COLOURS[number % len(COLOURS)],
+            color=COLOURS[number],
             alpha=0.85,
             label=str(task).replace("_", " "),
         )
@@ -295,6 +296,15 @@ def time_figure(frame: pd.DataFrame) -> Figure | None:
     axes.set_title("Seconds per iteration by task" + (f", means of {width}" if width > 1 else ""))
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.03), reverse=True)
     return _figure([axes])
+
+
+def _longest(times: pd.DataFrame, count: int) -> pd.DataFrame:
+    """Return at most `count` columns: the first ones, and the sum of the others, so that no two have one colour."""
+    if len(times.columns) <= count:
+        return times
+    kept = times.iloc[:, : count - 1].copy()
+    kept["shorter tasks"] = times.iloc[:, count - 1 :].sum(axis=1)
+    return kept
 
 
 def canvas(panels: int, height: float, unit: str = "iteration") -> list[Axes]:
@@ -337,9 +347,13 @@ def _panels(frame: pd.DataFrame, panels: Mapping[str, Mapping[str, str]], unit: 
     for number, (panel, (title, names)) in enumerate(zip(axes, found.items(), strict=True)):
         for shift, name in enumerate(names):
             line(panel, frame[name], COLOURS[(number + 4 * shift) % len(COLOURS)], panels[title][name])
-        panel.set_title(title)
-        if len(names) > 1 or len(frame) > _SMOOTH_ABOVE:
-            panel.legend(loc="best")
+        if len(names) == 1 and len(frame) <= _SMOOTH_ABOVE:
+            panel.set_title(title)
+            continue
+        # Between title and curves: a small panel has no place that its curves leave free for sure.
+        columns = 1 if len(frame) > _SMOOTH_ABOVE else len(names)
+        panel.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, borderpad=0.1, borderaxespad=0.2)
+        panel.set_title(title, pad=STYLE["axes.titlepad"] + 14 * -(-len(names) // columns))
     return _figure(axes)
 
 

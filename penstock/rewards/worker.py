@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,8 @@ class ChunkScorer:
         arguments = {name: [row[name] for row in rows] for name in self.function.wants}
         try:
             values = self.runner.run(self._await(arguments)) if self.function.is_async else self._call(arguments)
+            if not isinstance(values, Iterable):
+                raise TypeError(f"returned {values!r:.40} for {len(rows)} rows, not a list of as many numbers")
             values = list(values)
         except BaseException as error:
             return [self._failed(error)] * len(rows)

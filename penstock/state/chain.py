@@ -2,6 +2,7 @@
 
     chain.yaml     the chain, every recipe that it names read already
     NAME/          a run folder of the stage of that name        NAME.jsonl    or the file that it has selected
+    flow_run.txt   which flow run is at it (penstock/session/flow_runs/taken_over.py)
 
 What is asked for is written once, before the first stage begins, so a resume does what is left of the same. Whether a
 stage is done its own folder says. Left out: reading it (penstock/session/chains/plan.py), which takes the whole

@@ -2,7 +2,7 @@
 
     sweep.yaml     what was asked for, and the trainings by name     recipe.yaml    the recipe as it was then
     NAME/          a run folder of a training                        logs/          what each training printed
-    report/        the comparison of them
+    report/        the comparison of them                        flow_run.txt   which flow run is at it
 
 What is asked for is written once, before the first training begins, so a resume does what is left of the same. Whether
 a training is done its own folder says. Left out: doing it (penstock/session/sweeps/).

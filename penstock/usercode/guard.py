@@ -91,6 +91,8 @@ def finite_number(value: object, what: str) -> float:
         TypeError: it is no number.
         ValueError: it is infinite or NaN, or beyond `LARGEST_REWARD`.
     """
+    if value is None:
+        raise TypeError(f"{what} is None: nothing was returned for it")
     if not isinstance(value, SupportsFloat):
         raise TypeError(f"{what} is a {type(value).__name__}, not a number")
     number = float(value)

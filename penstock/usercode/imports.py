@@ -72,6 +72,9 @@ def module_named(setting: str, spec: str, kind: str, example: str) -> ModuleType
     if not colon or not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
         raise UserError(f"{setting} '{spec}' is not of the form 'module:{kind}'.", f"Example: {example}")
     folder = _working_folder()
+    if module_name.endswith(".py") and (folder / module_name).is_file():
+        module_name = module_name.removesuffix(".py")
+        raise UserError(f"{setting} '{spec}' names a file, not a module.", f"Write {module_name}:{name}")
     if not _may_be_named(module_name, folder):
         problem, remedy = _refusal(module_name, folder)
         raise UserError(f"{setting} '{spec}': {problem}", remedy)
@@ -166,7 +169,7 @@ def _find(module: ModuleType, setting: str, spec: str, kind: str) -> Callable[..
         )
     found = getattr(module, name)
     if not callable(found):
-        raise UserError(f"{setting} '{spec}' is a {type(found).__name__}, not a {kind}.", f"Name a {kind}.")
+        raise UserError(f"{setting} '{spec}' is not a {kind} but of type {type(found).__name__}.", f"Name a {kind}.")
     if not _may_be_named(home := _home(found), folder):
         raise UserError(
             f"{setting} '{spec}' is defined in '{home}', which is not among the modules that may be named here.",

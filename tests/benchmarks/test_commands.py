@@ -46,7 +46,9 @@ def bench(
         out = tmp_path / "result.json"
         monkeypatch.setattr(sys, "argv", ["penstock", "bench", *arguments, "--out", str(out)])
         monkeypatch.setattr(sys, "path", [*sys.path])
-        monkeypatch.setattr(cli, "quiet_libraries", lambda: None)  # it sets variables of the whole process
+        monkeypatch.setattr(
+            "penstock.cli.libraries.quiet_libraries", lambda: None
+        )  # it sets variables of the whole process
         cli.main()
         return read_result(out), capsys.readouterr().out
 
@@ -287,7 +289,7 @@ def test_a_wrong_file_is_said_before_anything_is_measured(
     """Nothing is written. The control are the measurements above, and prompts in folders that are made for them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(cli, "quiet_libraries", lambda: None)
+    monkeypatch.setattr("penstock.cli.libraries.quiet_libraries", lambda: None)
     (tmp_path / "tiny.yaml").write_text(RECIPE, encoding="utf-8")
     places = [mark for name in TABLES for mark in marks(name)]
     (tmp_path / "page.md").write_text("".join(places), encoding="utf-8")

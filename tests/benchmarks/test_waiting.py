@@ -11,7 +11,7 @@ import pytest
 
 from penstock.base.errors import UserError
 from penstock.benchmarks import waiting
-from penstock.benchmarks.reporting.result import read_result
+from penstock.benchmarks.reporting.result import BenchResult, read_result
 from penstock.benchmarks.waiting import figures_of, measure
 from penstock.benchmarks.workload.slow_environment import seconds_of
 from penstock.reports.waiting import Figures, carry_gain, tail_gain
@@ -43,21 +43,30 @@ def test_both_trainings_are_of_the_same_work(monkeypatch: pytest.MonkeyPatch) ->
         return [{"time/iteration_s": 4.0 * len(asked)}] * 3, {}
 
     monkeypatch.setattr(waiting, "trained", trained)
-    result = measure(RECIPE, ["seed=3"], "penstock bench waiting", skip=1, synchronous=3, lognormal=False)
-    assert asked == [["seed=3"], ["seed=3", "rollout.tail=null", "iterations=3"]]
+    kept: list[BenchResult] = []
+    result = measure(
+        RECIPE, ["seed=3"], "penstock bench waiting", skip=1, synchronous=3, lognormal=False, keep=kept.append
+    )
+    assert asked == [["seed=3", "rollout.tail=null", "iterations=3"], ["seed=3"]]
     measure(RECIPE, CARRIED, "penstock bench waiting", skip=1, synchronous=None, lognormal=False)
-    assert asked[2:] == [CARRIED, [*CARRIED, "rollout.carry=null"]]
-    assert result.figures["speedup"] == 2.0
-    assert result.peers["synchronous"]["samples_per_s"] == 512 / 8.0
+    assert asked[2:] == [[*CARRIED, "rollout.carry=null"], CARRIED]
+    assert result.figures["speedup"] == 0.5
+    assert result.peers["synchronous"]["samples_per_s"] == 512 / 4.0
     more = ["seed=3", "rollout.tail.extra=0.5"]
-    again = measure(RECIPE, more, "later", skip=1, synchronous=None, lognormal=False, against=result)
-    assert asked[4:] == [more]
-    assert (again.peers, again.peers_command) == (result.peers, "penstock bench waiting")
-    assert again.figures["speedup"] == again.figures["samples_per_s"] / (512 / 8.0)
+    (waited,) = kept  # what is there if the second training does not end
+    assert (waited.figures, waited.peers) == (result.peers["synchronous"], {})
+    for before in (waited, result):
+        again = measure(
+            RECIPE, more, "later", skip=1, synchronous=None, lognormal=False, against=before, keep=kept.append
+        )
+        assert asked.pop() == more and len(asked) == 4 and kept == [waited]
+        assert (again.peers, again.peers_command) == (result.peers, "penstock bench waiting")
+        assert again.settings["synchronous_iterations"] == 3
+        assert again.figures["speedup"] == again.figures["samples_per_s"] / (512 / 4.0)
     # A recipe that carries corrects, and that recipe does not where it waits.
     carried = ["seed=3", "rollout.tail=null", "rollout.carry={extra: 0.5}"]
     measure(RECIPE, carried, "later", skip=1, synchronous=None, lognormal=False, against=result)
-    assert asked[5:] == [carried]
+    assert asked[4:] == [carried]
     with pytest.raises(UserError, match="differs in seed"):
         measure(RECIPE, [], "later", skip=1, synchronous=None, lognormal=False, against=result)
     with pytest.raises(UserError, match="may end by itself"):

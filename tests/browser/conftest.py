@@ -17,7 +17,7 @@ import pytest
 
 from penstock.engines.groups.interface import free_port
 from tests.delivering import mlflow_server
-from tests.flows.deployments.test_deployments import Prefect, served
+from tests.flows.deployments.prefect_server import Prefect, served
 
 WIDE, NARROW = (1440, 1300), (400, 900)
 SLOWEST_MS = 60_000

@@ -11,7 +11,8 @@ import pytest
 
 from penstock.configs.loading.load import load_config
 from tests.browser.conftest import on_narrow, on_wide
-from tests.flows.deployments.test_deployments import TRAIN, Prefect
+from tests.flows.deployments.prefect_server import Prefect
+from tests.flows.deployments.test_deployments import TRAIN
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flows")]

@@ -18,7 +18,7 @@ from penstock.configs.sections.data import ArithmeticData
 from penstock.data.arithmetic import make_problems
 from tests.browser.conftest import NARROW, WIDE, on_narrow, on_wide
 from tests.browser.test_form import QUICKSTART, Picture, add, fill, opened, submitted
-from tests.flows.deployments.test_deployments import Prefect
+from tests.flows.deployments.prefect_server import Prefect
 from tests.processes import alive
 from tests.waiting import until
 

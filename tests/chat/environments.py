@@ -7,6 +7,8 @@ import os
 import sys
 from typing import Any
 
+from penstock.environments.environment import Step
+
 
 class Sums:
     """A problem `a` + `b`, which the tool solves; worth 1 if a tool was asked and gave the answer."""
@@ -83,6 +85,14 @@ class Undescribed:
     def add(self, a: int) -> int:
         """Add."""
         return a
+
+
+class BareReset:
+    """Ours by its `step`, with a `reset` that takes neither row nor seed."""
+
+    def reset(self) -> None: ...
+
+    def step(self, text: str) -> Step: ...  # type: ignore[empty-body]
 
 
 class Ours:

@@ -38,7 +38,7 @@ def named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Tr
         ("none", "too many positional arguments"),
         ("later", "asynchronous"),
         ("yields", "a generator"),
-        ("number", "is a int, not a function"),
+        ("number", "is not a function but of type int"),
         ("rigt", "did you mean 'right'"),
     ],
 )

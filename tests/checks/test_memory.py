@@ -11,6 +11,7 @@ from penstock.base.errors import UserError
 from penstock.checks import memory
 from penstock.configs.preference import PreferenceConfig
 from penstock.configs.schema import TrainConfig
+from penstock.engines.families.shape import ExpertSizes
 from penstock.engines.groups.spec import RankDevice
 
 TINY: dict[str, Any] = {"tiny": {"max_positions": 1 << 20}}
@@ -110,6 +111,23 @@ def test_a_group_that_may_be_absent_spares_the_others_nothing(monkeypatch: pytes
     spare = {"gpus": [2], "roles": ["rollout"]}
     assert needs(spare={**spare, "elastic": True}) == needs()
     assert needs(spare=spare) < needs()
+
+
+def test_experts_of_a_rollout_are_those_of_a_cache_that_a_gpu_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimate knows its free memory. Control: there is room for a cache of all sequences, however much more."""
+    experts = ExpertSizes(count=8, chosen=2, inner=32)
+    shape = replace(memory.shape_of(TrainConfig.model_validate({"model": TINY})), experts=experts)
+    monkeypatch.setattr(memory, "shape_of", lambda *_: shape)
+    monkeypatch.setattr(memory, "visible_gpus", lambda: [0])
+    monkeypatch.setattr(memory, "has_gated_mlp", lambda index: False)
+    tree = {"model": TINY, "actor": {"routing": "replay"}, "rollout": {"max_response_tokens": 1 << 16}}
+
+    def kept(free: int) -> int:
+        monkeypatch.setattr(memory, "free_gpu_bytes", lambda index: free)
+        (group,) = memory.estimate_groups(TrainConfig.model_validate(tree), "rollout")
+        return group.memory.parts["experts of the rollout"]
+
+    assert kept(1 << 30) < kept(1 << 50) == kept(1 << 51)
 
 
 def within_machines(**devices: Any) -> TrainConfig:

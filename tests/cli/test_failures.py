@@ -89,7 +89,7 @@ def test_a_failure_in_mid_run_says_how_to_go_on(
 ) -> None:
     """Whatever it was. Control: a mistake before there is a run has no such line."""
     monkeypatch.setattr(server, "start_server", lambda: None)
-    monkeypatch.setattr(cli, "quiet_libraries", lambda: None)
+    monkeypatch.setattr("penstock.cli.libraries.quiet_libraries", lambda: None)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", ["penstock"])
     (tmp_path / "manifest.json").write_text("{}")
@@ -103,7 +103,7 @@ def test_a_failure_in_mid_run_says_how_to_go_on(
 
     hint = f"\n  Continue with: penstock train --resume {cli_terminal.short_path(tmp_path)}\n"
     for command, told_how in ((in_a_flow, True), (before, False)):
-        monkeypatch.setattr(cli, "app", command)
+        monkeypatch.setattr("penstock.cli.app.app", command)
         with pytest.raises(SystemExit):
             cli.main()
         assert capsys.readouterr().err.endswith(hint) == told_how
@@ -181,7 +181,7 @@ def test_help_in_place_of_a_command_is_no_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Without arguments; and the version is printed. Control: a command that is not there."""
-    monkeypatch.setattr(cli, "quiet_libraries", lambda: None)
+    monkeypatch.setattr("penstock.cli.libraries.quiet_libraries", lambda: None)
     monkeypatch.setattr(sys, "path", [*sys.path])
     for arguments in ([], ["bench"], ["no-command"]):
         monkeypatch.setattr(sys, "argv", ["penstock", *arguments])

@@ -60,7 +60,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(cli, "quiet_libraries", lambda: None)  # it sets variables of the whole process
+    monkeypatch.setattr(
+        "penstock.cli.libraries.quiet_libraries", lambda: None
+    )  # it sets variables of the whole process
     monkeypatch.setattr(training, "_run_flow", start)
     for module in (memory, model):
         monkeypatch.setattr(module, "visible_gpus", lambda: [])
@@ -123,7 +125,7 @@ def test_a_right_recipe_starts(penstock: Callable[..., str]) -> None:
         (["recipe.yml"], "recipe.yml does not exist", "give the path of a YAML file"),
         (["recipe.yaml", "rollout.sampels=4"], "rollout.sampels", "did you mean 'rollout.samples'?"),
         (["recipe.yaml", "rollout.samples"], "'rollout.samples' is not section.key=value", "rollout.samples=16"),
-        (["recipe.yaml", "rollout.samples=many"], "rollout.samples: must be a valid integer", "given: 'many'"),
+        (["recipe.yaml", "rollout.samples=many"], "rollout.samples: must be a whole number", "given: 'many'"),
         (
             ["recipe.yaml", "algorithm.settings.gae_lambda=0.9"],
             "algorithm.settings.gae_lambda: has no effect with advantage 'grpo'",
@@ -168,6 +170,9 @@ def test_a_right_recipe_starts(penstock: Callable[..., str]) -> None:
         ),
         (["recipe.yaml", "rollout.max_response_tokens=64"], "is 96, the model has 64 positions", "lower one"),
         (["recipe.yaml", "--dry-rum"], "No such option", "--dry-run"),
+        (["recipe.yaml", "--iterations", "3"], "No such option", "without dashes: iterations=VALUE"),
+        (["recipe.yaml", "--rollout.samples=3"], "No such option", "without dashes: rollout.samples=VALUE"),
+        (["."], ". is a folder", "a YAML file"),
     ],
 )
 def test_a_wrong_recipe_or_override_is_refused(
@@ -576,6 +581,27 @@ def test_help_imports_neither_engines_nor_prefect() -> None:
     assert done.stdout.splitlines()[-1] == "['typer']"
 
 
+@pytest.mark.parametrize("first", ["the first import", "the last one"])
+@pytest.mark.parametrize("ignored", [False, True], ids=["heeded", "ignored"])
+def test_ctrl_c_while_the_command_is_imported_ends_it_with_a_word(first: str, ignored: bool) -> None:
+    """Even where Python drops exceptions, as in a finaliser. Control: a shell's background job, which ignores it."""
+    module = "typer" if first == "the first import" else "penstock.session.flow_runs.failures"
+    code = (
+        "import signal, sys\n"
+        f"if {ignored}: signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "class Finalised:\n"
+        "    def __del__(self): signal.raise_signal(signal.SIGINT)\n"
+        "class Finder:\n"
+        f"    def find_spec(self, name, *_): name != {module!r} or Finalised() is None\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from penstock.cli.main import main\n"
+        "sys.argv = ['penstock', '--version']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == ((0, "") if ignored else (130, "stopped\n"))
+    assert done.stdout.startswith("penstock ") == ignored
+
+
 @pytest.mark.parametrize("quiet", [True, False])
 def test_prefect_keeps_all_that_it_keeps_in_its_home(tmp_path: Path, quiet: bool) -> None:
     """Where PREFECT_HOME says so. Control: Prefect by itself, whose server then warns if there is no ~/.prefect."""
@@ -604,3 +630,27 @@ def test_a_folder_is_shown_so_that_it_can_be_typed(here: Path, penstock: Callabl
     (here / "far away").mkdir()
     run.path.rename(here / "far away" / "run")
     assert "penstock ui 'far away'" in penstock("train", "--resume", "far away/run")
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "is_key"),
+    [
+        ("preference", "loss.settings.beta", True),
+        ("preference", "rollout.samples", False),
+        ("sweep", "rollout.samples", True),
+        ("chain", "iterations", False),
+        ("doctor", "iterations", False),
+    ],
+)
+def test_an_option_is_called_a_key_where_the_command_has_that_key(
+    refusal: Callable[..., str], command: str, option: str, is_key: bool
+) -> None:
+    """What the message proposes would be taken. Control: a key of another command's recipe is no option, no more."""
+    said = refusal(command, "recipe.yaml", f"--{option}=3")
+    assert "No such option" in said and (f"without dashes: {option}=VALUE" in said) == is_key
+
+
+def test_another_kind_of_keys_is_refused_in_words(refusal: Callable[..., str]) -> None:
+    """Without the word that pydantic puts before ours."""
+    said = refusal("keys", "trian")
+    assert "'trian' is not one of 'train'" in said and "Value error" not in said

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.base.errors import UserError
 from penstock.checks.tokenized import note_tokenized
-from penstock.cli.main import app
+from penstock.cli.app import app
 from penstock.cli.prefect import server
 from penstock.configs.preference import PreferenceConfig, RewardModelConfig
 from penstock.configs.schema import TrainConfig

@@ -30,7 +30,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(cli, "quiet_libraries", lambda: None)  # it sets variables of the whole process
+    monkeypatch.setattr(
+        "penstock.cli.libraries.quiet_libraries", lambda: None
+    )  # it sets variables of the whole process
     monkeypatch.setattr(server, "start_server", start)
     (tmp_path / "pairs.jsonl").write_text(ROW, encoding="utf-8")
     (tmp_path / "recipe.yaml").write_text("model: {tiny: {}}\ndata: {train: pairs.jsonl}\n", encoding="utf-8")

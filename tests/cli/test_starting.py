@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.base.errors import UserError
-from penstock.cli import main as cli
+from penstock.cli.app import app
 from penstock.cli.commands import training
 from penstock.cli.prefect import server
 from penstock.cli.starting import Asked, new_config
@@ -77,6 +77,6 @@ def test_the_flow_has_the_rows_that_its_command_has_checked(here: Path, monkeypa
         seen.append(len(rows_of(Path(str(config.data.train)))))
 
     monkeypatch.setattr(training, "_run_flow", flow)
-    cli.app(["train", "recipe.yaml", "--run", "run"], standalone_mode=False)
+    app(["train", "recipe.yaml", "--run", "run"], standalone_mode=False)
     assert seen == [3]
     assert len(rows_of(rows)) == 5

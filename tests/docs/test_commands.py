@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from penstock.base.errors import UserError
 from penstock.checks import memory, model
-from penstock.cli.main import app
+from penstock.cli.app import app
 from penstock.cli.prefect.deploy import name_of, read_deployments
 from penstock.cli.runs.evaluating import named as words_of_evaluate
 from penstock.cli.starting import Asked

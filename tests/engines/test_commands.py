@@ -16,6 +16,7 @@ import pytest
 
 from penstock.algorithms.correction import Correction
 from penstock.base.ragged import Ragged
+from penstock.configs.schema import TrainConfig
 from penstock.engines import commands
 from penstock.engines.commands import hosts
 from penstock.engines.commands.checkpoint import Export, Save
@@ -196,7 +197,7 @@ def test_every_command_has_one_handler_whose_types_fit(monkeypatch: pytest.Monke
     handlers = import_module("penstock.engines.ranks.serving.handlers")
     RankModels = import_module("penstock.engines.ranks.models").RankModels
     assert {item.kind for item in handlers.HANDLERS.values()} == OF_RANKS
-    for kind, function, _ in handlers.HANDLERS.values():
+    for kind, function, *_ in handlers.HANDLERS.values():
         hints, reply = get_type_hints(function), reply_type(kind)
         assert hints.pop("return") in (reply, handlers.Later[reply]), function
         assert hints == {"models": RankModels, "command": kind}, function
@@ -205,6 +206,11 @@ def test_every_command_has_one_handler_whose_types_fit(monkeypatch: pytest.Monke
         begun = [name for name, item in handlers.HANDLERS.items() if item.during_generation(models)]
         expected = {"connect", "reshard", "generate", "sample_to_compare"} | others
         assert set(begun) == expected, "during a generation, and no more"
+
+    models = RankModels(0, 1, None, config=TrainConfig.model_validate({"rollout": {"stream": {}}}))
+    begun = [name for name, item in handlers.HANDLERS.items() if item.during_generation(models)]
+    beside = {name for name, item in handlers.HANDLERS.items() if item.beside}
+    assert beside == {"sum_gradient", "logprobs", "values"} and set(begun) == expected | beside
 
     def added(takes: type) -> Any:
         def function(models: Any, command: Any) -> None: ...

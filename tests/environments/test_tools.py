@@ -123,6 +123,8 @@ def test_refusals() -> None:
     """Before anything starts: a tool that the policy cannot be told of, a parser where there are no tools."""
     with pytest.raises(UserError, match=r"its tool 'add' cannot be described to the policy.*argument 'a'"):
         tools_told(config_of("Undescribed"))
+    with pytest.raises(UserError, match=r"its tool 'step' cannot(.|\n)*needs reset\(row, seed\)"):
+        tools_told(config_of("BareReset"))
     ours = EnvironmentConfig(type="tests.chat.environments:Ours", tool_parser="hermes")
     with pytest.raises(UserError, match=r"'environment.tool_parser' has no effect"):
         load_environment(ours)

@@ -27,7 +27,7 @@ def test_a_class_of_the_working_directory_is_an_evaluator() -> None:
         ("evaluator_examples:", r"is not of the form 'module:class'"),
         ("no_such_module:X", r"does not import: ModuleNotFoundError(.|\n)*Put no_such_module.py under"),
         ("evaluator_examples:RightAnswer", r"did you mean 'RightAnswers'\?"),
-        ("evaluator_examples:NUMBER", r"is a int, not a class"),
+        ("evaluator_examples:NUMBER", r"is not a class but of type int"),
         ("evaluator_examples:AsksForMore", r"cannot be made: TypeError(.|\n)*called without arguments"),
         ("evaluator_examples:WithoutName", r"has no usable 'name'"),
         ("evaluator_examples:WithoutMethod", r"has no method 'evaluate'"),

@@ -120,6 +120,22 @@ RECIPES = {
         "data.arithmetic={calls: 0.4, mistakes: 0}",
         "environment={type: penstock.environments.calculator:Calculator, max_turns: 2}",
     ),
+    "stream of a tail": (
+        "sft.steps=10",
+        "sft.batch=32",
+        "rollout.max_response_tokens=20",
+        "rollout.tail={extra: 0.5, max_wait: 3}",
+        "rollout.stream.portions=4",
+        "algorithm={name: grpo, mini_batches: 1, kl: {place: loss, coefficient: 0.05}}",
+    ),
+    "stream of a carry": (
+        "sft.steps=10",
+        "sft.batch=32",
+        "rollout.max_response_tokens=20",
+        "rollout.carry={extra: 0.5, staleness: 2}",
+        "rollout.stream.portions=4",
+        "algorithm={name: grpo, mini_batches: 1}",
+    ),
     "carry": (
         "sft.steps=10",
         "sft.batch=32",
@@ -274,6 +290,16 @@ STRUCK = {
             Blow("sum_gradient", "4/update_actor/3", HOST),
         ],
         [*(f"snapshot 00000{number}" for number in (1, 2, 2)), SAVED],
+    ),
+    "while ranks generate and learn": Struck(
+        "stream of a tail",
+        [
+            Blow("sum_gradient", "2/update_actor/1"),
+            Blow("step_actor", "3/"),
+            Blow("sum_gradient", "4/update_actor/3", HOST),
+        ],
+        ["snapshot 000001", "snapshot 000002", SAVED],
+        [pytest.mark.exhaustive],
     ),
     "with other optimizers": Struck(
         "muon",
@@ -480,7 +506,16 @@ def test_responses_that_go_on_outlast_a_training_that_ends_and_is_resumed(
     assert_equal(run, alone)
 
 
-@pytest.mark.parametrize("recipe", ["stream", pytest.param("stream of episodes", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "stream",
+        *(
+            pytest.param(f"stream of {what}", marks=pytest.mark.exhaustive)
+            for what in ("episodes", "a tail", "a carry")
+        ),
+    ],
+)
 def test_a_sum_that_is_cut_off_is_made_again_by_a_resume(
     recipe: str, run_of: Callable[..., RunFolder], undisturbed: Callable[[str], RunFolder]
 ) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 from prefect.client.orchestration import get_client
 
+from penstock.configs.chain import Stage
 from penstock.flows.chain import chain
 from penstock.session.chains.plan import CHAIN_TAG, read_chain_of, stages_left
 from penstock.state.chain import ChainFolder
@@ -130,6 +132,9 @@ def test_a_chain_that_is_killed_goes_on_and_ends_as_one_left_alone(tmp_path: Pat
 
     second = killed.start("--resume", str(killed.chain.path))
     assert second.wait(WAIT_S) == 0, killed.said
+    with sqlite3.connect(killed.folder / "prefect" / "prefect.db") as store:
+        states = store.execute("SELECT state_type FROM flow_run WHERE name LIKE 'chain-%' ORDER BY created").fetchall()
+    assert states == [("CRASHED",), ("COMPLETED",)], "the killed attempt's flow run, and that which goes on"
     assert "learn (train), goes on" in killed.said and killed.said.count("imitate (sft), begins") == 1
     assert {name: content(killed.chain.path / name) for name in done} == done
     assert alone.begin().wait(WAIT_S) == 0, alone.said
@@ -166,11 +171,18 @@ def test_a_mistake_ends_a_chain_before_its_first_stage(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("prefect_harness")
 def test_a_flow_run_says_which_chain_it_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a tag, which a retry looks for; here its first stage fails."""
+    """By a tag, which a retry looks for; here its first stage fails, before an engine starts."""
     monkeypatch.chdir(ROOT)
-    given = [f"folder={tmp_path / 'runs'}", *QUICK, "imitate.engine.start_timeout_s=0.01"]
+    begun = list[str]()
+
+    def failing(_: ChainFolder, stage: Stage) -> None:
+        begun.append(stage.name)
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("penstock.flows.chain.carry_out", failing)
+    given = [f"folder={tmp_path / 'runs'}", *QUICK]
     state = chain("configs/chain.yaml", given, return_state=True)
-    assert state.is_failed()
+    assert state.is_failed() and begun == STAGES[:1]
     with get_client(sync_client=True) as client:
         found = client.read_flow_run(state.state_details.flow_run_id)
     (folder,) = (tmp_path / "runs").iterdir()

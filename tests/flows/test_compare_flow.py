@@ -11,7 +11,7 @@ from prefect.client.orchestration import get_client
 from typer.testing import CliRunner
 
 from penstock.base.errors import UserError
-from penstock.cli.main import app
+from penstock.cli.app import app
 from penstock.flows.compare import compare
 from penstock.session.flow_runs.page import without_files
 from penstock.tasks.evaluation.results import FIGURES, record_in_tracker

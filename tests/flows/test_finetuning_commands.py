@@ -42,7 +42,9 @@ def test_a_command_ends_well_and_names_its_model(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "argv", ["penstock", command, "recipe.yaml", "--run", "run"])
-    monkeypatch.setattr(cli, "quiet_libraries", lambda: None)  # it sets variables of the whole process
+    monkeypatch.setattr(
+        "penstock.cli.libraries.quiet_libraries", lambda: None
+    )  # it sets variables of the whole process
     monkeypatch.setattr(server, "start_server", lambda: None)  # the harness has one
     (tmp_path / "pairs.jsonl").write_text(PAIR * 8, encoding="utf-8")
     (tmp_path / "recipe.yaml").write_text(f"{MODEL}\n{RECIPES[command]}", encoding="utf-8")

@@ -1,21 +1,26 @@
-"""A training whose actor learns while others generate ends where one does that waits for all.
+"""A training whose actor learns while responses are generated ends where one does that waits for all.
 
-Both have the same two engine groups on the CPU. The gradient is that of the whole batch, but its numbers are added in
-another order: so the tokens are the same as long as no last bit decides one, and figures agree to rounding.
+On the CPU: two with the same two engine groups, and one whose ranks generate and learn at the same time. The gradient
+is that of the whole batch, but its numbers are added in another order: so the tokens are the same as long as no last
+bit decides one, and figures agree to rounding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from penstock.configs.loading.load import load_config
 from penstock.flows.replay import replay
 from penstock.flows.train import train
+from penstock.session.rollout.carried import POLICY_VERSIONS
 from penstock.state.experience import column_names, origin_of, read_columns
 from penstock.state.run_folder import RunFolder, read_metrics
+from penstock.tasks.iteration.rollout import ANSWERED, UNUSED, WAITING
 from penstock.tasks.stream.portion import PORTIONS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -32,22 +37,29 @@ SMALL = (
     "actor.optimizer={learning_rate: 1e-3, warmup_steps: 0}",
     "evaluate={every: 1, temperature: 1.0}",
     "algorithm={name: grpo, mini_batches: 1, kl: {place: loss, coefficient: 0.05}}",
-    "groups={training: {ranks: 1, roles: [actor, reference]}, generating: {ranks: 1, roles: [rollout]}}",
 )
+APART = "groups={training: {ranks: 1, roles: [actor, reference]}, generating: {ranks: 1, roles: [rollout]}}"
+PORTIONS_OF = "rollout.stream.portions=4"
 
 
 @pytest.fixture(scope="module")
-def runs(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, RunFolder]:
-    """A training that waits for all responses, and one that does not."""
-    made = {}
-    for streams in (False, True):
-        folder = tmp_path_factory.mktemp("runs") / ("stream" if streams else "in-turns")
+def trained(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., RunFolder]:
+    """Trains in this process."""
+
+    def run(*more: str) -> RunFolder:
+        folder = tmp_path_factory.mktemp("runs") / "run"
         with pytest.MonkeyPatch.context() as patch:
             patch.chdir(ROOT)
-            more = ["rollout.stream.portions=4"] if streams else []
             train(load_config(ROOT / "configs" / "quickstart.yaml", [*SMALL, *more]), run_folder=str(folder))
-        made[streams] = RunFolder(folder)
-    return made
+        return RunFolder(folder)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def runs(trained: Callable[..., RunFolder]) -> dict[bool, RunFolder]:
+    """A training that waits for all responses, and one that does not."""
+    return {False: trained(APART), True: trained(APART, PORTIONS_OF)}
 
 
 def test_it_learns_the_same(runs: dict[bool, RunFolder]) -> None:
@@ -97,3 +109,78 @@ def test_a_replay_adds_in_the_same_order(runs: dict[bool, RunFolder], prefect_ha
         done = replay(str(runs[True].path), 2)
     assert {row.task for row in done.rows} >= {"rollout", "reward", "advantage", "reference_logprobs", "update_actor"}
     assert done.equal, [row for row in done.rows if not row.equal]
+
+
+def test_ranks_that_generate_and_learn_at_the_same_time_end_at_the_same_bits(
+    runs: dict[bool, RunFolder], trained: Callable[..., RunFolder]
+) -> None:
+    """As where the actor has a group of its own: the same portions, responses, figures and weights.
+
+    Control: where all responses are waited for the weights differ in their last bits.
+    """
+    beside = trained(PORTIONS_OF)
+    apart, waited = runs[True], runs[False]
+    for number in range(1, ITERATIONS + 1):
+        assert_same_columns(*(run.experience(number) for run in (apart, beside)))
+    found, expected, other = (_weights(run) for run in (beside, apart, waited))
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(value, expected[name]) for name, value in found.items())
+    assert any(not np.array_equal(value, other[name]) for name, value in found.items())
+
+
+ROUNDS = ("deferred", "deferred_age_max", "deferred_share", "unused_share", "prompts_drawn")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("way", "figures"),
+    [
+        ("rollout.tail={extra: 0.25, max_wait: 2}", ("long_round", *ROUNDS)),
+        ("rollout.carry={extra: 0.5, staleness: 2}", ("staleness_mean", "staleness_max", *ROUNDS)),
+    ],
+)
+def test_the_same_prompts_wait_or_go_on(way: str, figures: tuple[str, ...], trained: Callable[..., RunFolder]) -> None:
+    """As where the batch is complete before anything is learnt from it: the same prompts, responses, versions of tokens
+    and figures of the rounds, weights to rounding. A replay learns in the same portions; log-probs of the reference it
+    computes of the whole batch, to rounding. Control: rounds differ.
+    """
+    waited, beside = trained(way), trained(way, PORTIONS_OF)
+    seen = []
+    for number in range(1, ITERATIONS + 1):
+        paths = [run.experience(number) for run in (waited, beside)]
+        assert sorted(column_names(paths[0])) == sorted(column_names(paths[1]))
+        of_tokens = [name for name in ("response_tokens", POLICY_VERSIONS) if name in column_names(paths[0])]
+        one, other = (read_columns(path, ["prompt_id", *of_tokens]) for path in paths)
+        assert one["prompt_id"] == other["prompt_id"]
+        assert all(np.array_equal(one[name].values_T, other[name].values_T) for name in of_tokens)
+        origins = [origin_of(path) for path in paths]
+        assert all(origins[0].get(name) == origins[1].get(name) for name in (ANSWERED, WAITING, UNUSED))
+        portions = origins[1][PORTIONS]
+        assert sorted(sum(portions, [])) == list(range(8)) and len(portions) == 4
+        values = [
+            [read_metrics(run)[number]["metrics"][f"rollout/{name}"] for name in figures] for run in (waited, beside)
+        ]
+        assert values[0] == values[1]
+        seen.append(values[1][0])
+    assert len(set(seen)) > 1
+    found, expected = (_weights(run) for run in (beside, waited))
+    assert max(float(np.abs(value - expected[name]).max()) for name, value in found.items()) < 1e-3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        done = replay(str(beside.path), 2)
+    assert {row.task for row in done.rows if not row.equal} <= {"reference_logprobs"}
+
+
+def _weights(run: RunFolder) -> dict[str, np.ndarray]:
+    return load_file(run.path / "models" / "final" / "model.safetensors")
+
+
+def assert_same_columns(one: Path, other: Path) -> None:
+    """Check that two files of experience hold the same, to the last bit."""
+    names = column_names(one)
+    assert sorted(names) == sorted(column_names(other))
+    for name in names:
+        columns = [read_columns(path, [name])[name] for path in (one, other)]
+        values = [getattr(column, "values_T", column) for column in columns]
+        assert np.array_equal(*map(np.asarray, values)), name
+    assert origin_of(one)[PORTIONS] == origin_of(other)[PORTIONS]

@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.flows.deployments.test_deployments import Patient, answers
+from tests.flows.deployments.prefect_server import Patient, answers
 from tests.hosts.machines import PREFECT, ROOT, Machine, network
 from tests.processes import environment_of, words_of
 from tests.waiting import came_true, until

@@ -167,6 +167,37 @@ def test_bars_of_a_long_run_keep_the_height_of_the_mean() -> None:
         assert bars[:, 0].max() >= count + 0.5
 
 
+def test_no_two_tasks_have_one_colour() -> None:
+    """Of more tasks than there are colours the shortest are one bar, and no second is lost.
+
+    Control: as many tasks as colours keep their names.
+    """
+    for count, last in (10, "t0"), (13, "shorter tasks"):
+        tasks = {f"time/t{number}_s": 1.0 + number for number in range(count)}
+        records = [{"iteration": number, "metrics": tasks} for number in (1, 2)]
+        figure = time_figure(metrics_frame(records))
+        assert figure is not None
+        bars = figure.axes[0].collections
+        assert len({tuple(bar.get_facecolor()[0]) for bar in bars}) == len(bars) == 10
+        assert bars[-1].get_label() == last
+        top = max(np.asarray(bars[-1].get_paths()[0].vertices)[:, 1])
+        assert top == pytest.approx(sum(tasks.values()))
+
+
+@pytest.mark.parametrize("count", [3, 200])
+def test_no_curve_runs_through_a_legend(count: int) -> None:
+    """The legend of a small panel lies above its axes. Control: the titles, which lie above the legend."""
+    lengths = {"rollout/response_length_max": 6.0, "rollout/response_length_mean": 5.0}
+    figure = throughput_figure(metrics_frame(_records(count, **lengths)))
+    assert figure is not None
+    figure.draw_without_rendering()
+    (panel,) = figure.axes
+    legend = panel.get_legend()
+    assert legend is not None
+    assert panel.get_window_extent().y1 <= legend.get_window_extent().y0 + 1
+    assert legend.get_window_extent().y1 <= panel.title.get_window_extent().y0 + 1
+
+
 STEPS = [
     {"iteration": 0, "metrics": {"heldout/loss": 0.7, "heldout/accuracy": 0.0}},
     *(

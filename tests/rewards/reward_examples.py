@@ -88,6 +88,8 @@ def batch(responses: list[str], answer: list[int], rows: list[dict[str, Any]], p
         return [0.0] * (len(responses) - 1)
     if "raise" in responses:
         raise LookupError("no such batch")
+    if "one" in responses:
+        return 1.0  # type: ignore[return-value]
     return [float("nan") if response == "nan" else number for response, number in zip(responses, answer, strict=True)]
 
 

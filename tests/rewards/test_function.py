@@ -55,11 +55,11 @@ def test_any_setting_fits_a_function_with_keyword_arguments() -> None:
     ("spec", "settings", "problem"),
     [
         ("reward_examples.length", {}, "not of the form 'module:function'"),
-        ("reward_examples.py:length", {}, "'reward_examples.py' does not import: ModuleNotFoundError"),
+        ("reward_examples.py:length", {}, r"names a file, not a module(.|\n)*Write reward_examples:length"),
         ("tests/reward_examples:length", {}, "not of the form 'module:function'"),
         ("reward_exampels:length", {}, "No module named 'reward_exampels'(.|\n)*Put reward_exampels.py under /"),
         ("reward_examples:lenght", {}, r"has no 'lenght' \(did you mean 'length'\?\)(.|\n)*It has: .*misbehave"),
-        ("reward_examples:NOT_CALLABLE", {}, "is a int, not a function"),
+        ("reward_examples:NOT_CALLABLE", {}, "is not a function but of type int"),
         ("reward_examples:sources", {}, r"'answer', which .*\(did you mean 'answers'\?\)(.|\n)*response, .*, answers"),
         ("reward_examples:length", {"bonus": 1}, r"has 'bonus', which 'reward_examples:length' does not take"),
         ("reward_examples:sources", {"bonis": 1, "answer": 1}, r"'bonis'.*\(did you mean 'bonus'\?\)"),

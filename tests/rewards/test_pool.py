@@ -89,7 +89,7 @@ FAILURES = {
     "huge": "ValueError: the reward is 1e+300, beyond +-1e+12",
     "no parts": "ValueError: returned a dict without parts",
     "text": "TypeError: the reward is a str, not a number",
-    "none": "TypeError: the reward is a NoneType, not a number",
+    "none": "TypeError: the reward is None: nothing was returned for it",
 }
 
 
@@ -139,6 +139,10 @@ def test_batch_functions() -> None:
         assert [score.reward for score in pool.score(samples_of("a", "nan", "c"))] == [0.0, FAILED, 2.0]
         short = pool.score(samples_of("a", "short", "c"))
         assert [score.failure for score in short] == ["ValueError: returned 2 values for 3 rows"] * 3
+        one = pool.score(samples_of("a", "one"))
+        assert [score.failure[:54] for score in one if score.failure] == [
+            "TypeError: returned 1.0 for 2 rows, not a list of as m"
+        ] * 2
         raised = pool.score(samples_of("a", "raise"))
         assert all((score.failure or "").startswith("LookupError: no such batch") for score in raised)
     with pool_of("batch_async", workers=1) as pool:

@@ -135,7 +135,7 @@ def test_null_takes_an_override_back() -> None:
         ({"rollout.temperature": 1e999}, {}, "must be finite"),
         ({"rollout.samples": 4}, {}, "'rollout.samples' cannot change during this run"),
         ({"rollout.temperature": -1.0}, {}, "must not be negative"),
-        ({"actor.micro_batch_tokens": "many"}, {}, "actor.micro_batch_tokens: must be a valid integer"),
+        ({"actor.micro_batch_tokens": "many"}, {}, "actor.micro_batch_tokens: must be a whole number"),
         ({"critic.micro_batch_tokens": 64}, {}, "has no effect in this run"),
         ({"algorithm.settings.clip_low": 0.1}, {"name": "reinforce"}, "clip_low' cannot change during this run"),
         ({"algorithm.settings.clip_low": None}, {"name": "reinforce"}, "clip_low' cannot change during this run"),

@@ -8,15 +8,17 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed
 from torch.distributed import checkpoint
 
 from penstock.engines.commands.message import Command, decode, encode, name_of
 from penstock.engines.groups.channel import Tell
-from penstock.engines.ranks.serving.serve import PendingReply
 from penstock.engines.ranks.worker import Worker
+
+if TYPE_CHECKING:
+    from penstock.engines.groups.rank import Pending
 
 Library = Literal["torch", "deepspeed"]
 
@@ -40,7 +42,7 @@ class SaveBy(Command[Saved]):
 class SavingWorker(Worker):
     """A `Worker` that also knows `SaveBy`."""
 
-    def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any] | PendingReply:
+    def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any] | Pending:
         """Carry out a command, or begin it."""
         if command != name_of(SaveBy):
             return super().handle(command, arguments, tell)

@@ -7,6 +7,7 @@ here. Left out: groups of several kinds, each of which has an estimate of its ow
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from penstock.base.errors import UserError
@@ -58,8 +59,9 @@ def measure(config: TrainConfig, shape: ModelShape, gpus: int, command: str) -> 
 
 
 def _rows(config: TrainConfig, rank: Rank, card: str, free: float) -> list[dict[str, Any]]:
-    recomputed = choose_recomputed(config, rank, int(free * GIB))
-    decided = decide_sleep(config, rank, recomputed, int(free * GIB))
+    rank = replace(rank, free=int(free * GIB))
+    recomputed = choose_recomputed(config, rank, rank.free)
+    decided = decide_sleep(config, rank, recomputed, rank.free)
     rows = []
     for phase, parts in rank_phases(decided, rank, recomputed).items():
         needed = sum(parts.values()) / GIB

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -246,8 +247,11 @@ def waiting(
         Path | None, typer.Option(help="a result of this benchmark whose synchronous training is not repeated")
     ] = None,
 ) -> None:
-    """What is gained by not waiting for the longest responses, beside waiting for all."""
-    from penstock.benchmarks.reporting.result import read_result
+    """What is gained by not waiting for the longest responses, beside waiting for all.
+
+    The training that waits comes first. Once it has ended its result is in the file of --out, which --against takes.
+    """
+    from penstock.benchmarks.reporting.result import read_result, write_result
     from penstock.benchmarks.waiting import measure
 
     result = measure(
@@ -258,6 +262,7 @@ def waiting(
         synchronous=synchronous,
         lognormal=lognormal,
         against=None if against is None else read_result(against),
+        keep=partial(write_result, out) if out else lambda _: None,
     )
     _finish(result, out, ("mode", "iteration", "time/iteration_s", "time/rollout_s", "rollout/deferred"))
 

@@ -223,10 +223,16 @@ def deployments(client: SyncPrefectClient, pool: str) -> list[tuple[str, str, st
 
 
 def next_commands(pool: str) -> list[str]:
-    """Return the commands that come next: a worker, and a first run."""
+    """Return the commands that come next: a worker, and a first run.
+
+    They are for terminals of their own, which have a server's address from Prefect's profile, but not from this
+    terminal's environment. One with a password is not shown.
+    """
     from prefect.settings import PREFECT_API_URL
 
-    server = "" if PREFECT_API_URL.value() else f"PREFECT_API_URL={LOCAL_SERVER} "
+    of_terminal = os.environ.get("PREFECT_API_URL")
+    url = of_terminal or (None if PREFECT_API_URL.value() else LOCAL_SERVER)
+    server = f"PREFECT_API_URL={url} " if url and public_address(url) == url else ""
     return [
         f"{server}prefect worker start --pool {pool}",
         f"{server}prefect deployment run train/quickstart --watch",

@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from penstock.base.errors import UserError
 from penstock.base.home import HOME, RECIPES
 from penstock.configs.chain import read_chain
-from penstock.configs.loading.blank import blank
+from penstock.configs.loading.blank import blank, plain
 from penstock.configs.loading.form import config_from_form
 from penstock.configs.preference import PreferenceConfig, RewardModelConfig
 from penstock.configs.schema import TrainConfig
@@ -23,6 +23,7 @@ from penstock.configs.tree.section import Recipe
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.responses import DeploymentResponse
 
 TREES: dict[str, type[Recipe]] = {
     "train": TrainConfig,
@@ -36,7 +37,7 @@ MEASURED = "bench_*"  # recipes of benchmarks, which nobody trains with
 
 
 def put_form(client: SyncPrefectClient, deployment: str, home: Path) -> None:
-    """Give the deployment `flow/name` its form, if it trains by a recipe.
+    """Give the deployment `flow/name` its form: with recipes to choose from, if it trains by one.
 
     Args:
         home: the folder in which its runs begin.
@@ -44,16 +45,21 @@ def put_form(client: SyncPrefectClient, deployment: str, home: Path) -> None:
     Raises:
         UserError: the deployment's recipe is wrong.
     """
-    from prefect.client.schemas.actions import DeploymentUpdate
-
     flow = deployment.partition("/")[0]
     there = client.read_deployment_by_name(deployment)
     if flow not in (*TREES, CHAIN) or "recipe" not in there.parameters:
+        _put(client, there, plain(there.parameter_openapi_schema or {"properties": {}}))
         return
     recipe = there.parameters["recipe"]
     check_recipe(flow, next(place / recipe for place in (home, HOME) if place == HOME or (place / recipe).exists()))
     schema = blank(there.parameter_openapi_schema or {}, {"recipe": sorted({recipe, *recipes(flow, home)})})
-    client.update_deployment(there.id, DeploymentUpdate.model_validate({"parameter_openapi_schema": schema}))
+    _put(client, there, schema)
+
+
+def _put(client: SyncPrefectClient, deployment: DeploymentResponse, schema: dict[str, Any]) -> None:
+    from prefect.client.schemas.actions import DeploymentUpdate
+
+    client.update_deployment(deployment.id, DeploymentUpdate.model_validate({"parameter_openapi_schema": schema}))
 
 
 @cache

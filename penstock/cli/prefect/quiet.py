@@ -7,6 +7,7 @@ still gets every record, tracebacks included.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +15,13 @@ from typing import IO, Any, cast
 
 from prefect.logging.handlers import PrefectConsoleHandler
 
-from penstock.base.errors import NUMERICAL_FAULTS
+from penstock.base.errors import FailedInWords, UserError
 from penstock.cli.prefect.server import Terminated
 from penstock.session.flow_runs.failures import SAID
 
-TOLD = (  # by session/failures.py; a loss after which the training goes on is told by the task that recovers from it
-    "UserError",
-    *NUMERICAL_FAULTS,
+# Told by session/flow_runs/failures.py, as are all mistakes and failures in words; a loss after which the training goes
+# on is told by the task that recovers from it.
+TOLD = (
     "RankLost",
     "HostLost",
     "OutOfMemory",
@@ -28,12 +29,12 @@ TOLD = (  # by session/failures.py; a loss after which the training goes on is t
     "HostFailed",
     "EngineError",
     "PermissionError",
-    "TrainingsFailed",
 )
 INTERRUPTED = ("Execution was aborted by an interrupt signal", "Execution was aborted by a termination signal")
 BY_PREFECT = "encountered an exception"  # in the message of each state that Prefect makes of one
 # Of flow runs, of task runs, and of either before it has a name: an interruption may fall there, too.
 LOGGERS = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine")
+NAMED = re.compile(r"exception(?: during execution)?:? (\w+)")  # where Prefect's words name the kind of an exception
 # How Prefect's own words of an end begin.
 ENDS = ("Finished in state", "Encountered exception", "Task run failed with", "Crash detected")
 
@@ -50,8 +51,16 @@ def _is_not_told(record: logging.LogRecord) -> bool:
         return True
     if said.startswith("Finished in state Failed") and BY_PREFECT not in said:
         return False
-    kind = record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else ""
-    return kind not in TOLD and not any(words in said for words in (*TOLD, *INTERRUPTED))
+    if any(words in said for words in INTERRUPTED):
+        return False
+    named = NAMED.search(said)
+    kind = record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else named[1] if named else ""
+    return kind not in {*TOLD, *_names_of(UserError), *_names_of(FailedInWords)}
+
+
+def _names_of(kind: type[Exception]) -> set[str]:
+    """Return the names of a class and of all below it: a state has an exception's name alone."""
+    return {kind.__name__}.union(*map(_names_of, kind.__subclasses__()))
 
 
 class _Current:

@@ -34,6 +34,7 @@ from penstock.cli.prefect.server import end_with_this_process
 from penstock.engines.families.architecture import classifies
 from penstock.engines.families.shape import read_settings
 from penstock.engines.groups import interface
+from penstock.engines.groups.environment import compiled_code
 from penstock.engines.groups.machine import visible_gpus
 from penstock.state.run_folder import RunFolder
 
@@ -94,6 +95,12 @@ def server_command(folder: Path, port: int, gpu_memory: float | None, gpus: int,
     return [*command, "--dtype", dtype, "--gpu-memory-utilization", str(0.8 if gpu_memory is None else gpu_memory)]
 
 
+def server_environment(scratch: str, gpus: int) -> dict[str, str]:
+    """Return the server's environment: the user's, over what suits the machine, with temporary files in `scratch`."""
+    suited = compiled_code() if gpus else _CPU
+    return QUIET | suited | dict(os.environ) | interface.variables() | {"TMPDIR": scratch}
+
+
 def serve(
     folder: Path, port: int, gpu_memory: float | None, say: Callable[[str], None], name: str | None = None
 ) -> None:
@@ -118,7 +125,7 @@ def serve(
     with contextlib.ExitStack() as ends:
         # vLLM leaves its sockets behind where it keeps temporary files. Their paths may have 107 characters.
         scratch = ends.enter_context(tempfile.TemporaryDirectory(prefix="ps-", ignore_cleanup_errors=True))
-        environment = QUIET | ({} if gpus else _CPU) | dict(os.environ) | interface.variables() | {"TMPDIR": scratch}
+        environment = server_environment(scratch, gpus)
         with (
             interrupts_deferred(),
             tempfile.NamedTemporaryFile(prefix=f"penstock-serve-{port}-", suffix=".log", delete=False) as output,

@@ -40,6 +40,29 @@ def blank(schema: Mapping[str, Any], choices: Mapping[str, Sequence[str]]) -> di
     return dict(form)
 
 
+def plain(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of a form of a flow without sections: each parameter one field, called as people write.
+
+    Args:
+        schema: of a flow's parameters, as Prefect makes it. Defaults and what is required stay.
+    """
+    return {**schema, "properties": {name: _plain(name, item) for name, item in schema["properties"].items()}}
+
+
+def _plain(name: str, item: Mapping[str, Any]) -> dict[str, Any]:
+    field = {key: value for key, value in item.items() if key != "default" or value is not None}
+    if "anyOf" in field:
+        field = _of_options(field)
+    field["title"] = _as_sentence(name.replace("_", " "))
+    if "description" in field:
+        field["description"] = _as_sentence(field["description"])
+    return field
+
+
+def _as_sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
 def _folded(item: dict[str, Any], position: int) -> dict[str, Any]:
     """Return a section that is opened by a button: its fields would push the page's own button far down."""
     rest = {key: value for key, value in item.items() if key != "$ref"}

@@ -35,6 +35,16 @@ Tree = TypeVar("Tree", bound=Recipe)
 
 MAPPING = re.compile(r"a valid dictionary( or instance of \w+)?")
 NAME = re.compile(r"'([^']*)'")
+# Pydantic's words for the types, and what it says of the text that it tried to read as one.
+TYPES = {
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "string": "text",
+    "list": "a list",
+    "tuple": "a list",
+}
+TYPE = re.compile(rf"a valid ({'|'.join(TYPES)})(, (unable to|got a number with a fractional part).*)?$")
 EVERY_KEY = "penstock keys lists every valid key"
 
 
@@ -173,6 +183,7 @@ def _sentence(detail: ErrorDetails) -> str:
     if detail["type"] == "missing":
         return "is required"
     what = MAPPING.sub("a mapping of keys", detail["msg"].replace("Input should be", "must be"))
+    what = TYPE.sub(lambda found: TYPES[found[1]], what)
     given = detail["input"]
     names = sorted(NAME.findall(what)) if detail["type"] == "literal_error" else []  # none where it is of numbers
     if names and isinstance(given, str):

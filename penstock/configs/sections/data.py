@@ -141,7 +141,9 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _sources(self) -> Self:
         if self.arithmetic is not None and (self.train or self.heldout or self.sft):
-            raise ValueError("'arithmetic' makes its own problems: remove 'train', 'heldout' and 'sft'")
+            raise ValueError(
+                "'arithmetic' makes its own problems: remove 'train', 'heldout' and 'sft', or it (data.arithmetic=null)"
+            )
         if self.arithmetic is not None and (self.prompt != "prompt" or self.response not in (None, "response")):
             raise ValueError("'arithmetic' has columns of its own names: remove 'prompt' and 'response'")
         if self.squares is not None:

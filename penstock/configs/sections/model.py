@@ -90,7 +90,7 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if self.path is not None and self.tiny is not None:
-            raise ValueError("'path' and 'tiny' exclude each other: remove one")
+            raise ValueError("'path' and 'tiny' exclude each other: remove one (model.tiny=null)")
         for name in ("version", "revision"):
             if self.path is None and getattr(self, name) is not None:
                 raise ValueError(f"'{name}' has no effect without 'path': remove it")

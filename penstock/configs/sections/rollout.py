@@ -71,10 +71,11 @@ class CarryConfig(Section):
 
 
 class StreamConfig(Section):
-    """The actor learns while others generate, on GPUs of their own (docs/asynchrony.md).
+    """The actor learns while responses are generated (docs/asynchrony.md).
 
-    At staleness 0 the gradient is summed group by group as they are complete; from 1 on the next rollout begins as soon
-    as the batch is complete, and gets new weights between two of its decoding steps.
+    At staleness 0 the gradient is summed group by group as they are complete, on GPUs of its own or on those that
+    generate. From 1 on the rollout has a group of its own: the next one begins as soon as the batch is complete, and
+    gets new weights between two of its decoding steps.
     """
 
     staleness: int = Field(
@@ -128,7 +129,7 @@ class RolloutConfig(Section):
     )
     stream: StreamConfig | None = Field(
         None,
-        description="update the actor while responses are generated on other GPUs; null: one after the other",
+        description="update the actor while responses are generated; null: one after the other",
     )
     max_response_tokens: PositiveInt = Field(
         1024, description="a response is cut here and counted as truncated, tokens"
@@ -177,7 +178,7 @@ class RolloutConfig(Section):
     @model_validator(mode="after")
     def _one_way(self) -> Self:
         ways = [name for name in ("tail", "carry", "stream") if getattr(self, name) is not None]
-        if len(ways) > 1:
+        if len(ways) > 1 and not (len(ways) == 2 and self.in_portions):
             raise ValueError(
                 f"'{ways[0]}' and '{ways[1]}' exclude each other: each is a way of its own with the longest responses; "
                 "remove one"

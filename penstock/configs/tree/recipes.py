@@ -120,6 +120,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
         UserError: it is missing, or no YAML mapping.
     """
     path = shipped_recipe(path)
+    if path.is_dir():
+        raise UserError(f"{path} is a folder", "give the path of a recipe, a YAML file")
     if not path.is_file():
         raise UserError(f"the recipe {path} does not exist", "give the path of a YAML file")
     tree = parse(path.read_bytes(), str(path))

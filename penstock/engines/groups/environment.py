@@ -64,7 +64,7 @@ def environment_of(command: StartRanks, own: Interface, meet: MeetingPlace) -> d
     }
     devices = AS_NVML_COUNTS | {"CUDA_VISIBLE_DEVICES": _visible_gpus(command.group, gpus)} if gpus else _CPU
     threads = {name: str(cores_per_rank) for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS")}  # the second: tokenizers
-    defaults = threads | _DEFAULTS | (_compiled_code() if gpus else {})
+    defaults = threads | _DEFAULTS | (compiled_code() if gpus else {})
     sockets = interface.variables(own, meet.address)
     return defaults | inherited() | FORCED_VARIABLES | sockets | settings | devices
 
@@ -80,10 +80,11 @@ def _path(command: StartRanks) -> list[str]:
     return list(dict.fromkeys([*own, *(entry or command.folder for entry in command.path)]))
 
 
-def _compiled_code() -> dict[str, str]:
-    """Where PyTorch keeps compiled code, until vLLM names a folder of its own when it starts.
+def compiled_code() -> dict[str, str]:
+    """Where PyTorch keeps compiled code, until vLLM names a folder of its own when it compiles a model.
 
-    PyTorch's default is a folder in /tmp that anyone could have made first, with code for this user to load.
+    PyTorch's default is a folder where temporary files are: in /tmp anyone could have made it first, with code for this
+    user to load, and a program that removes its temporary files would compile all of it anew at each start.
     """
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return {"TORCHINDUCTOR_CACHE_DIR": str(caches / "penstock" / "inductor")}

@@ -22,7 +22,7 @@ from penstock.engines.kernels.sequence_parallel import ranks_together
 from penstock.engines.models.models import PackedCritic
 from penstock.engines.ranks.forward import per_token
 from penstock.engines.ranks.models import RankModels
-from penstock.engines.ranks.serving.handlers import carries_out
+from penstock.engines.ranks.serving.handlers import carries_out, in_portions
 from penstock.engines.ranks.update import measured
 from penstock.engines.training import updates
 from penstock.engines.training.trainer import Trainer
@@ -54,7 +54,7 @@ def build_critics(models: RankModels, folder: str, agents: Sequence[str], steps:
         )
 
 
-@carries_out(Values)
+@carries_out(Values, during_generation=in_portions, beside=True)
 @torch.no_grad()
 def values(models: RankModels, command: Values) -> TokenValues:
     """Compute each critic's values for the rows of its agent, of which this rank has a share."""

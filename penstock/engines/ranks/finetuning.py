@@ -146,7 +146,7 @@ def _stepped(
         skips = float(trainer.skipped - skipped)
         taken.append(figures | {"tokens": tokens, "tokens_per_s": tokens / seconds, "skipped_steps": skips})
         if models.rank == 0:
-            models.tell(Step(taken[-1]))
+            models.newest.tell(Step(taken[-1]))
     return Stepped(taken)
 
 

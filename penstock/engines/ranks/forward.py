@@ -16,12 +16,12 @@ from penstock.engines.batches.micro_batches import plan_micro_batches
 from penstock.engines.batches.packing import PackedBatch, Rows, pack, read_rows
 from penstock.engines.commands.forward import Logprobs, Score, Scores, TokenValues
 from penstock.engines.ranks.models import CountedModel, RankModels
-from penstock.engines.ranks.serving.handlers import carries_out
+from penstock.engines.ranks.serving.handlers import carries_out, in_portions
 from penstock.engines.ranks.serving.usage import work_on
 from penstock.engines.weights.lora import without_adapters
 
 
-@carries_out(Logprobs)
+@carries_out(Logprobs, during_generation=in_portions, beside=True)
 @torch.no_grad()
 def logprobs(models: RankModels, command: Logprobs) -> TokenValues:
     """Compute log-probs of this rank's rows; the reference beside an actor with adapters is that actor without them."""

@@ -6,6 +6,7 @@ of a group get the same commands in the same order.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,6 +53,19 @@ def _unheard(_: PartialResults | Step) -> None:
     """Take news that nobody waits for."""
 
 
+class NewestCommand(threading.local):
+    """What the newest command of a thread tells and did.
+
+    Attributes:
+        tell: takes what it tells ahead of its reply.
+        usage: what it did: tokens, FLOPs, seconds of collectives.
+    """
+
+    def __init__(self) -> None:
+        self.tell: Callable[[PartialResults | Step], None] = _unheard
+        self.usage: dict[str, float] = {}
+
+
 @dataclass
 class RankModels:
     """What one rank holds.
@@ -75,8 +89,7 @@ class RankModels:
         reference_head: language head of a reference in another group (penstock/engines/ranks/reference.py).
         reference_fp8: what it computes with where the actor computes in FP8.
         images: that rows name.
-        tell: takes what the newest command tells ahead of its reply.
-        usage: what the newest command did: tokens, FLOPs, seconds of collectives.
+        newest: what the newest command tells and did.
         host_activations: of the trained models whose blocks keep their inputs in host memory.
     """
 
@@ -104,8 +117,7 @@ class RankModels:
     reference_head: Head | None = None
     reference_fp8: Fp8Blocks | None = None
     images: ImageFolder | None = None
-    tell: Callable[[PartialResults | Step], None] = _unheard
-    usage: dict[str, float] = field(default_factory=dict)
+    newest: NewestCommand = field(default_factory=NewestCommand)
     host_activations: list[HostActivations] = field(default_factory=list)
 
     def configure(self, config: TrainConfig) -> None:
@@ -202,6 +214,11 @@ class RankModels:
             self.tokenizers[folder] = load_tokenizer(folder, self.config.model.code)
         return self.tokenizers[folder]
 
+    @property
+    def generates(self) -> bool:
+        """Whether this rank has a generation under way."""
+        return self.generator is not None and self.generator.loop.busy
+
     def rollout_engine(self) -> Generator:
         """Return this rank's rollout engine.
 
@@ -220,5 +237,6 @@ class RankModels:
 
     def use(self, work: Mapping[str, float]) -> None:
         """Add to what the newest command did."""
+        usage = self.newest.usage
         for name, value in work.items():
-            self.usage[name] = self.usage.get(name, 0.0) + value
+            usage[name] = usage.get(name, 0.0) + value

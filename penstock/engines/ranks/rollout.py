@@ -25,7 +25,7 @@ def generate(models: RankModels, command: Generate) -> Later[EngineResponses | N
     generator, environments = models.rollout_engine(), _environments(models, command)
     of_text = partial(decode, models.tokenizer(command.tokenizer))
     engine = generator.place_among(command.sharing).engine
-    sender = PartialResultSender(of_text, models.tell, engine, command.tell_all)
+    sender = PartialResultSender(of_text, models.newest.tell, engine, command.tell_all)
     speaks = not generator.place.rank_in_engine
     generation = generator.generation(command, environments, sender if speaks else None)
     generator.loop.submit(generation)

@@ -12,7 +12,7 @@ from penstock.engines.batches.packing import Rows, read_rows
 from penstock.engines.commands.update import Split, StepActor, SumGradient, UpdateActor, Updated
 from penstock.engines.ranks.models import CountedModel, RankModels
 from penstock.engines.ranks.reference import head_of_reference
-from penstock.engines.ranks.serving.handlers import carries_out
+from penstock.engines.ranks.serving.handlers import carries_out, in_portions
 from penstock.engines.ranks.serving.usage import work_on
 from penstock.engines.training import updates
 from penstock.engines.training.collective_times import timed_collectives
@@ -35,7 +35,7 @@ def update_actor(models: RankModels, command: UpdateActor) -> Updated:
     return Updated(measured(models, rows, "actor", trainer, plan, update))
 
 
-@carries_out(SumGradient)
+@carries_out(SumGradient, during_generation=in_portions, beside=True)
 def sum_gradient(models: RankModels, command: SumGradient) -> None:
     """Add a portion of an iteration to the actor's gradient; raises as `_rows`."""
     rows, trainer, split = _rows(models, command.path, command.version), models.trainers["actor"], command.split

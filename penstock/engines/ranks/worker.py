@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,9 +23,12 @@ from penstock.engines.groups import interface
 from penstock.engines.groups.channel import Tell
 from penstock.engines.ranks.models import RankModels
 from penstock.engines.ranks.serving.handlers import HANDLERS, Later
-from penstock.engines.ranks.serving.serve import PendingReply, Serving
+from penstock.engines.ranks.serving.serve import Serving
 from penstock.engines.ranks.serving.usage import begin_usage
 from penstock.engines.training import start
+
+if TYPE_CHECKING:
+    from penstock.engines.groups.rank import Pending
 
 for _module in iter_modules(ranks.__path__):  # each registers the commands that it carries out
     import_module(f"{ranks.__name__}.{_module.name}")
@@ -52,7 +55,7 @@ class Worker:
         self.models = RankModels(rank, world_size, device)
         self.serving = Serving(self.models)
 
-    def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any] | PendingReply:
+    def handle(self, command: str, arguments: dict[str, Any], tell: Tell) -> dict[str, Any] | Pending:
         """Carry out one command, or begin it.
 
         Args:
@@ -62,8 +65,8 @@ class Worker:
 
         Returns:
             `reply`, the fields of what the handler returned, and beside it `usage`: what the command took
-            (penstock/engines/ranks/serving/usage.py) and what it did. For a command that is carried out in steps, the
-            place where both will be.
+            (penstock/engines/ranks/serving/usage.py) and what it did. For a command that is carried out in steps, or
+            beside a generation, the place where both will be.
 
         Raises:
             KeyError: there is no such command.
@@ -73,7 +76,6 @@ class Worker:
         asked, usage = decode(handler.kind, arguments, command), dict[str, float]()
         if handler.kind.changes_state:
             models.await_snapshot()
-        models.tell, models.usage = lambda news: tell({"news": encode(news)}), usage
         end_usage = begin_usage(models.device)
         sleeps = models.generator is not None and not isinstance(asked, Generate | SampleToCompare)
 
@@ -81,7 +83,13 @@ class Worker:
             asleep = models.generator.asleep if models.generator is not None and sleeps else ()
             return {"reply": encode(reply), "usage": usage | end_usage(asleep)}
 
-        reply = handler.function(models, asked)
+        def carry_out() -> Any:
+            models.newest.tell, models.newest.usage = lambda news: tell({"news": encode(news)}), usage
+            return handler.function(models, asked)
+
+        if handler.beside and models.generates:
+            return self.serving.begin_beside(lambda: result(carry_out()))
+        reply = carry_out()
         return self.serving.begin(reply, result) if isinstance(reply, Later) else result(reply)
 
     def after_reply(self) -> None:

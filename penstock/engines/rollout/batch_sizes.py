@@ -5,7 +5,7 @@ KV cache cannot hold waits inside vLLM; responses are seldom as long as they may
 number in advance.
 
 Left out: which prompts an engine gets (penstock/engines/rollout/prompt_queue.py), and of the size of the KV cache all
-but its limit on a CPU (penstock/engines/rollout/engine.py).
+but its limits (penstock/engines/rollout/engine.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from penstock.configs.sections.rollout import RolloutConfig
 LEAST, MOST = 256, 1024  # evaluations ask more prompts than a small share; a larger batch gains little speed
 MOST_BY_DEFAULT = 512  # vLLM's largest graph
 CPU_KV_CACHE_LIMIT = 1 << 30  # bytes of its KV cache on a CPU, where no size is asked for
+GPU_KV_CACHE_SHARE = 0.8  # of a GPU's free memory, likewise
 PROMPT_TOKENS = 512  # of a step that goes on with prompts or turns beside a full batch
 
 

@@ -70,6 +70,11 @@ class Share:
         """Whether each request is sampled from a random stream of its own."""
         return self.parameters.seed is not None
 
+    @property
+    def all_count(self) -> bool:
+        """Whether every prompt that is answered makes the batch."""
+        return isinstance(self.quota, AllPrompts)
+
 
 @dataclass(slots=True)
 class Request:

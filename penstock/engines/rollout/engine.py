@@ -41,6 +41,7 @@ from penstock.engines.models.shared_class import kept_as_it_is
 from penstock.engines.rollout import vllm as versions
 from penstock.engines.rollout.batch_sizes import (
     CPU_KV_CACHE_LIMIT,
+    GPU_KV_CACHE_SHARE,
     begin_together,
     capture_sizes,
     max_sequences,
@@ -401,7 +402,7 @@ def kv_cache_bytes(
     width = config.kv_cache_width(dtype.itemsize)
     needed = shape.kv_cache_bytes(sequences + 1, max_length, width, config.tensor_parallel, cuda)
     if cuda:
-        return min(needed, int(0.8 * torch.cuda.mem_get_info()[0]))
+        return min(needed, int(GPU_KV_CACHE_SHARE * torch.cuda.mem_get_info()[0]))
     return min(needed, CPU_KV_CACHE_LIMIT, psutil.virtual_memory().available // 4)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from penstock.base.ragged import Ragged
-from penstock.engines.commands.rollout import NO_ENGINE, NO_SEED, Asked, CarriedEpisodes, CarriedResponses, Paths
+from penstock.engines.commands.rollout import NO_ENGINE, NO_SEED, Asked, CarriedEpisodes, CarriedResponses
 from penstock.engines.rollout.carried import spans_of, versions_of
 from penstock.engines.rollout.decode_loop import Generation, Request
 from penstock.environments.gateway.asks import Ask
@@ -251,7 +251,7 @@ class Episode:
         return self.tokens[before + len(self.observation(number - 1)) : self.turn_ends[number - 1]]
 
     def restore(self, carried: CarriedResponses, number: int) -> None:
-        """Be as carried response `number`, which has begun."""
+        """Be as carried response `number`, which has begun; one of several paths is never carried."""
         played = carried.episodes
         assert played is not None
         first, end = carried.tokens.offsets_B1[number : number + 2]
@@ -263,28 +263,10 @@ class Episode:
         if played.asked is not None:
             self.prompt = played.asked.prompts.row(number).tolist()
             self.unbridged = int(played.asked.unbridged_B[number])
-            if played.asked.paths is not None:
-                self._part(played.asked.paths, number)
         self.turns = self.drawn
         reward = float(played.rewards_B[number])
         earned = None if np.isnan(reward) else reward
         self.earned = Reply(reward=earned, parts=played.parts_B[number], failure=played.failures_B[number])
-
-    def _part(self, paths: Paths, number: int) -> None:
-        """Give its paths but the first what is theirs of its tokens."""
-        ends, prompts = paths.ends.row(number).tolist(), paths.prompts.row(number).tolist()
-        prompt_ends = paths.prompt_ends.row(number).tolist()
-        known = {of: getattr(self, of) for of in ("tokens", "mask", "logprobs", "versions") if getattr(self, of)}
-        turn_ends = self.turn_ends
-        for place, (first, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-            path = self
-            if place:
-                prompt = prompts[prompt_ends[place - 2] if place > 1 else 0 : prompt_ends[place - 1]]
-                path = Episode(self.row, self.position, self.sample, prompt, self.seed, self.version)
-                self.branches.append(path)
-            path.turn_ends = [turn - first for turn in turn_ends if first < turn <= end]
-            for of, entries in known.items():
-                setattr(path, of, entries[first:end])
 
 
 def begun_turn(episode: Episode, owner: Generation) -> Placed:

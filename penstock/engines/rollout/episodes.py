@@ -118,6 +118,7 @@ class EpisodeLoop:
         self._complete: list[int] = []  # positions of prompts whose episodes have ended since the last step
         self._counted: set[int] = set()  # positions of prompts that count
         self._sender, self._untold = sender, list[EndedResponse]()
+        self._untold_counted: list[int] | None = None if share.all_count else []
         self._given_up = 0  # tokens that are lost: of turns under way at the end, and of episodes that began anew
         self._anew = Counter[str]()  # why carried episodes began anew, and how many
         self._began = time.perf_counter()
@@ -152,9 +153,12 @@ class EpisodeLoop:
         """Let the environments answer the turns that have ended."""
         self._seconds = time.perf_counter() - self._began
         complete, self._complete = sorted(self._complete), []
-        self._counted.update(self._share.quota.count(complete))
+        counted = self._share.quota.count(complete)
+        self._counted.update(counted)
         if self._sender is not None:
-            self._sender.send(self._untold, at_once=self.ended, gather=self._gathered)
+            if self._untold_counted is not None:
+                self._untold_counted += counted
+            self._sender.send(self._untold, self.ended, self._gathered, self._untold_counted)
         if not ended:
             return
         episodes = []
@@ -261,7 +265,7 @@ class EpisodeLoop:
             return
         alive = self._environments.live.pop(episode.seed, None)
         if self._environments.agents is not None:
-            if alive is None and (episode.unbridged or self._environments.agents.max_paths > 1):
+            if alive is None and episode.unbridged:
                 self._begin_anew(episode, episode.version, BESIDE)
                 return
             episode = self._agent_goes_on(episode, None if alive is None else alive.episode)

@@ -23,7 +23,6 @@ from penstock.engines.commands.rollout import CarriedResponses
 from penstock.engines.rollout.carried import carried_of, request_of, versions_of
 from penstock.engines.rollout.decode_loop import DecodeLoop, Request, Share
 from penstock.engines.rollout.partial_results import EndedResponse, PartialResultSender
-from penstock.engines.rollout.quota import AllPrompts
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class SingleResponses:
         self._given_up = 0  # tokens
         self._handed_in = 0
         self._untold: list[EndedResponse] = []
-        self._untold_counted: list[int] | None = None if self._all_count else []
+        self._untold_counted: list[int] | None = None if share.all_count else []
         self._began = time.perf_counter()
         self._seconds = 0.0
 
@@ -179,10 +178,6 @@ class SingleResponses:
         """Return how many of a request's tokens this generation has sampled."""
         position = self._positions[request.row // self._share.sampling.samples]
         return len(request.tokens) + int(self._share.prompts.lengths_B[position]) - request.prompt
-
-    @property
-    def _all_count(self) -> bool:
-        return isinstance(self._share.quota, AllPrompts)
 
     def _count(self, ended: list[Request]) -> list[int]:
         """Count the prompts of which the last responses have ended; return those that count."""

@@ -158,6 +158,7 @@ def prepare_vllm(cuda: bool, architectures: Sequence[str]) -> None:
         from vllm import LLM as LLM
     write_latent_attention_out()
     if cuda:
+        find_compiled_code_by_shape()
         sample_tokens_in_one_pass()
         compile_no_routers()
         serve_decoders_of_qwen35(architectures)
@@ -169,6 +170,27 @@ def prepare_vllm(cuda: bool, architectures: Sequence[str]) -> None:
         correct_choices_without_groups()
         write_delta_nets_out()
     inspect_in_this_process(architectures)
+
+
+def find_compiled_code_by_shape() -> None:
+    """Let vLLM, and PyTorch for the trainer beside it, find compiled code again for a model in another folder.
+
+    Both keep it under one hash, in which vLLM counts the model's path. A warm-up, a later stage or a trained model is
+    in a folder of its own run, and would be compiled anew each time; what its `config.json` says is counted by itself.
+    """
+    from vllm.config import ModelConfig
+
+    kind: Any = ModelConfig
+    compute = kind.compute_hash
+    if compute.__name__ == "hash_of_shape":  # an engine of this process has been here
+        return
+
+    def hash_of_shape(config: Any) -> str:
+        pathless = copy.copy(config)
+        pathless.model = ""
+        return compute(pathless)
+
+    kind.compute_hash = hash_of_shape
 
 
 def sample_tokens_in_one_pass() -> bool:

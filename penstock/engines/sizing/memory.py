@@ -11,6 +11,7 @@ are what is to be measured anew when kernels or libraries change. Left out: othe
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from penstock.configs.tree.schedule import largest
 from penstock.engines.families.shape import KV_BLOCK, ModelShape
 from penstock.engines.groups.placement import reference_is_base, reshard_strategy
 from penstock.engines.groups.slots import SLOTS
-from penstock.engines.rollout.batch_sizes import CPU_KV_CACHE_LIMIT, max_sequences
+from penstock.engines.rollout.batch_sizes import CPU_KV_CACHE_LIMIT, GPU_KV_CACHE_SHARE, max_sequences
 from penstock.engines.sizing.activations import (
     Computation,
     MicroBatch,
@@ -75,6 +76,7 @@ class Rank:
     gated_mlp: bool = False  # its GPU has the kernels of penstock/engines/kernels/gated_mlp.py
     ranks_on_host: int = 1  # of the group
     rollout_ranks: int | None = None  # of all groups that generate and stay; None: this group's
+    free: int = sys.maxsize  # bytes of its GPU before it starts
 
 
 @dataclass(frozen=True)
@@ -223,12 +225,14 @@ def choose_recomputed(config: TrainConfig, rank: Rank, free: int) -> dict[str, R
 def decide_sleep(config: TrainConfig, rank: Rank, recomputed: Mapping[str, Recomputed], free: int) -> TrainConfig:
     """Return the configuration with `rollout.sleep` decided, for a group with a rollout engine on GPUs.
 
-    The KV cache stays if the fullest phase, with the cache of all sequences, fits into `free` bytes with room to spare.
-    Nothing more is recomputed for its sake.
+    The KV cache stays if the fullest phase, with the cache of all sequences, fits into `free` bytes with room to spare,
+    and where a rollout goes on beside the update on what is complete of it. Nothing more is recomputed for its sake.
     """
     if config.rollout.sleep is not None or rank.device == "cpu" or "rollout" not in rank.shapes:
         return config
     stays, sleeps = (_with_sleep(config, sleep) for sleep in (False, True))
+    if config.learns_beside:
+        return stays
     return stays if rank_memory(stays, rank, recomputed).total <= ROOM_TO_STAY * free else sleeps
 
 
@@ -571,8 +575,8 @@ def kv_cache_bytes(config: TrainConfig, rank: Rank) -> int:
 def _route_bytes(config: TrainConfig, rank: Rank) -> int:
     """Return what a rollout engine keeps of the experts of each token of its KV cache, also while that is away.
 
-    A cache is at most what all sequences need, and on a CPU `CPU_KV_CACHE_LIMIT`. On a GPU one that comes and goes
-    takes what is free, of which nothing is known here: where all sequences need more, this is too much.
+    A cache is at most what all sequences need, on a CPU `CPU_KV_CACHE_LIMIT`, and on a GPU a share of what is free
+    when the engine starts.
     """
     experts = rank.shapes["rollout"].experts
     if experts is None:
@@ -581,8 +585,9 @@ def _route_bytes(config: TrainConfig, rank: Rank) -> int:
     tokens = -(-_longest(config) // KV_BLOCK) * KV_BLOCK * (_sequences(config, rank) + 1)
     if config.rollout.kv_cache_gib:
         tokens = int(config.rollout.kv_cache_gib * GIB) // of_token
-    elif rank.device == "cpu":
-        tokens = min(tokens, CPU_KV_CACHE_LIMIT // of_token)
+    else:
+        limit = CPU_KV_CACHE_LIMIT if rank.device == "cpu" else int(GPU_KV_CACHE_SHARE * rank.free)
+        tokens = min(tokens, limit // of_token)
     width = 1 if experts.count <= MOST_IN_A_BYTE else 2
     return tokens * rank.shapes["rollout"].mixtures * experts.chosen * width
 

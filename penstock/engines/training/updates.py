@@ -18,10 +18,11 @@ from torch import nn
 from penstock.algorithms.aggregation import Denominators, aggregate
 from penstock.algorithms.kl import kl_estimate
 from penstock.algorithms.policy_losses import Choice
-from penstock.algorithms.policy_losses.types import PolicyLossInputs
+from penstock.algorithms.policy_losses.types import PolicyLossInputs, PolicyLossOutputs
 from penstock.algorithms.registry import choice_named, policy_loss_named
 from penstock.algorithms.segments import segment_sum
 from penstock.algorithms.value_losses import clipped_value_loss
+from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.engines.batches.micro_batches import plan_micro_batches
 from penstock.engines.batches.packing import PackedBatch, PackedInTurn, Rows, pack
@@ -96,10 +97,7 @@ def actor_loss(
             batch.columns.get("chosen"),
         )
         outputs = policy_loss(inputs, **loss.settings)
-        if outputs.loss_T.shape != logprobs_T.shape:
-            raise ValueError(
-                f"policy loss {loss.policy_loss!r} returned {outputs.loss_T.shape}, not one value per token"
-            )
+        _check_outputs(loss.policy_loss, outputs, logprobs_T)
         loss_T, metrics_T = outputs.loss_T, {**outputs.metrics_T, "entropy": entropies_T}
         corrected = None if correction is None else correct_batch(batch, inputs, correction)
         if corrected is not None and corrected.weights_T is not None:
@@ -117,6 +115,7 @@ def actor_loss(
             metrics_T |= {"router_loss": balance, "expert_load_max": load}
             if batch.routes_NW is not None:
                 metrics_T["routing_mismatch"] = others[-3]
+        _check_gradient(loss.policy_loss, loss_T, logprobs_T)
         sums = {name: (value.detach() * batch.mask_T).sum() for name, value in metrics_T.items()}
         if corrected is not None:
             loss_T = loss_T * corrected.kept_T
@@ -125,6 +124,39 @@ def actor_loss(
         return aggregate(loss_T, batch.mask_T, batch.offsets_B1, aggregation, denominators), sums
 
     return of_batch
+
+
+def _check_outputs(name: str, outputs: object, logprobs_T: torch.Tensor) -> None:
+    """Check what a policy loss, perhaps a user's, returned.
+
+    Raises:
+        UserError: it is not `PolicyLossOutputs` of tensors with a loss for each token.
+    """
+    remedy = "see 'An algorithm of your own' in docs/algorithms.md"
+    if not isinstance(outputs, PolicyLossOutputs):
+        what = f"{type(outputs).__name__}, not penstock.algorithms.policy_losses.types.PolicyLossOutputs"
+        raise UserError(f"policy loss '{name}' returned {what}", remedy)
+    for column, values in {"loss_T": outputs.loss_T, **outputs.metrics_T}.items():
+        if not isinstance(values, torch.Tensor):
+            raise UserError(
+                f"policy loss '{name}' returned {column} of type {type(values).__name__}, no tensor", remedy
+            )
+    shape, tokens = tuple(outputs.loss_T.shape), tuple(logprobs_T.shape)
+    if shape != tokens:
+        raise UserError(f"policy loss '{name}' returned loss_T of shape {shape}, not {tokens}", remedy)
+
+
+def _check_gradient(name: str, loss_T: torch.Tensor, logprobs_T: torch.Tensor) -> None:
+    """Check that there is something to learn from a loss.
+
+    Raises:
+        UserError: nothing in it depends on the policy.
+    """
+    if logprobs_T.requires_grad and not loss_T.requires_grad:
+        raise UserError(
+            f"policy loss '{name}' has no gradient: its loss_T does not depend on logprobs_T",
+            "compute it from logprobs_T, and detach nothing but weights",
+        )
 
 
 def _sampled_kl(logprobs_T: torch.Tensor, batch: PackedBatch, estimator: str) -> torch.Tensor:

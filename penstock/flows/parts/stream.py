@@ -4,8 +4,8 @@
                                     -> sum gradient
     then: join
 
-Rollout and actor are engine groups of their own. The policy stays what it is until all is summed, so nothing is
-off-policy. Left out: a rollout that begins before the update on the one before (penstock/flows/iteration.py).
+Rollout and actor are engine groups of their own, or ranks that do both at the same time. The policy stays what it is
+until all is summed. Left out: a rollout that begins before the update on the one before (penstock/flows/iteration.py).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
+_SIDE_BY_SIDE = 3  # in 120 characters, with an interval each
 _HEADINGS = {
     "iterations": "iter.",
     "reward/mean": "reward",
@@ -35,11 +36,11 @@ def render(comparison: Comparison) -> RenderableType:
 
     parts = [_results_table(comparison)]
     if comparison.over_seeds:
-        parts.append(_turned(group_table(comparison.groups), "mean over seeds (95 % interval)"))
+        parts += _turned(group_table(comparison.groups), "mean over seeds (95 % interval)")
     if comparison.contrasts:
         parts.append(_plain(contrast_table(comparison.contrasts)))
     if len(comparison.evaluation):
-        parts.append(_turned(comparison.evaluation.T, "last evaluation (95 % interval)"))
+        parts += _turned(comparison.evaluation.T, "last evaluation (95 % interval)")
     return Group(*parts)
 
 
@@ -76,8 +77,12 @@ def _results_table(comparison: Comparison) -> Table:
     return table
 
 
-def _turned(rows: pd.DataFrame, title: str) -> Table:
-    """Show a table with its columns as rows: there are few groups or runs, and many figures of each."""
+def _turned(rows: pd.DataFrame, title: str) -> list[Table]:
+    """Show a table with its columns as rows: in several tables where more groups or runs are there than fit."""
+    return [_beside(rows.iloc[first : first + _SIDE_BY_SIDE], title) for first in range(0, len(rows), _SIDE_BY_SIDE)]
+
+
+def _beside(rows: pd.DataFrame, title: str) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -11,9 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
-from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 
 from penstock.base.errors import UserError
@@ -28,7 +26,7 @@ from penstock.state.chain import ChainFolder, is_chain
 from penstock.state.run_folder import check_place, new_run_folder
 
 SUFFIX = "-chain"
-CHAIN_TAG = "chain:"  # before the name of its folder, a tag of the flow run that has begun it
+CHAIN_TAG = "chain:"  # before the name of its folder, a tag of the flow runs that have been at it
 KINDS: dict[str, Kind[Any]] = {kind.name: kind for kind in (SFT, PREFERENCE, REWARD_MODEL, TRAIN)}
 
 
@@ -96,9 +94,7 @@ def begin_chain(recipe: str | None, overrides: list[str] | None, resume: str | N
     chain = read_chain(Path(recipe), overrides or [], anywhere=False)
     if (begun := _begun_before(chain)) is not None:
         return begun
-    folder = begin(checked(chain))
-    _tag(folder)
-    return folder
+    return begin(checked(chain))
 
 
 def _begun_before(chain: Chain) -> ChainFolder | None:
@@ -108,14 +104,6 @@ def _begun_before(chain: Chain) -> ChainFolder | None:
     names = [tag.removeprefix(CHAIN_TAG) for tag in flow_run.tags or () if tag.startswith(CHAIN_TAG)]
     places = [Path(chain.folder) / name for name in names]
     return next((ChainFolder(place.resolve()) for place in places if is_chain(place)), None)
-
-
-def _tag(folder: ChainFolder) -> None:
-    """Let the flow run, if there is one, say which chain it has begun."""
-    if not flow_run.id:
-        return
-    with get_client(sync_client=True) as client:
-        client.update_flow_run(UUID(flow_run.id), tags=[*(flow_run.tags or ()), f"{CHAIN_TAG}{folder.path.name}"])
 
 
 def read_chain_of(folder: ChainFolder) -> Chain:

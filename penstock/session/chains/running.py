@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from penstock.configs.chain import Stage
-from penstock.session.chains.plan import read_chain_of
+from penstock.session.chains.plan import CHAIN_TAG, read_chain_of
 from penstock.session.flow_runs.saying import say
+from penstock.session.flow_runs.taken_over import take_over
 from penstock.state.chain import ChainFolder
 from penstock.state.run_folder import RunFolder, locked
 
@@ -22,6 +23,7 @@ def running_chain(folder: ChainFolder) -> Iterator[None]:
     """
     read_chain_of(folder)
     with locked(RunFolder(folder.path)):
+        take_over(folder.path, f"{CHAIN_TAG}{folder.path.name}")
         yield
 
 

@@ -42,16 +42,19 @@ class Portions:
         count: portions.
         engines: whose prompts are fixed from the start; 1 where engines take them as they can.
         policy_version: with which they generate.
+        wanted: how many of the prompts make the batch, of which engines tell; None: all.
     """
 
-    def __init__(self, prompts: int, samples: int, count: int, engines: int, policy_version: int) -> None:
+    def __init__(
+        self, prompts: int, samples: int, count: int, engines: int, policy_version: int, wanted: int | None = None
+    ) -> None:
         self.count, self._samples, self._engines, self._policy_version = count, samples, engines, policy_version
         self._left = np.full(prompts, samples)
         self._complete: list[list[int]] = [[] for _ in range(engines)]  # positions, in the order of their ends
         self._places: dict[tuple[int, int], tuple[int, int]] = {}  # by position, sample: of the news, and in it
         self._news: list[PartialResults] = []
         self._changed = threading.Condition()
-        self._order = _in_turns([len(range(engine, prompts, engines)) for engine in range(engines)])
+        self._order = _in_turns([len(range(engine, wanted or prompts, engines)) for engine in range(engines)])
 
     def hear(self, news: PartialResults | EngineResponses | None) -> None:
         """Keep what an engine tells; its reply repeats it."""
@@ -64,8 +67,9 @@ class Portions:
             for row, (position, sample) in enumerate(entries):
                 self._places[position, sample] = len(self._news) - 1, row
                 self._left[position] -= 1
-                if not self._left[position]:
+                if not self._left[position] and news.counted is None:
                     sequence.append(position)
+            sequence += news.counted or ()
             self._changed.notify_all()
 
     def wait(self, number: int, replies: Future[Replies]) -> list[int]:
@@ -95,6 +99,7 @@ class Portions:
         parts: list[CarriedResponses] = [one.ended.responses for one in news]
         every = Ragged.concatenated([part.tokens for part in parts])
         logprobs_T = np.concatenate([part.logprobs_T for part in parts])
+        versions_T = np.concatenate([part.versions_T for part in parts])
         tokens, played = every.take(rows_B), [part.episodes for part in parts if part.episodes is not None]
         asked = [episodes.asked for episodes in played if episodes.asked is not None]
         mask_T = np.concatenate([episodes.loss_mask_T for episodes in played]) if played else None
@@ -108,6 +113,7 @@ class Portions:
             loss_mask=all_counted(tokens) if mask_T is None else Ragged(mask_T, every.offsets_B1).take(rows_B),
             episodes=episode_columns([_played(episodes) for episodes in played], rows_B),
             logprobs=Ragged(logprobs_T, every.offsets_B1).take(rows_B) if len(logprobs_T) else None,
+            policy_versions=Ragged(versions_T, every.offsets_B1).take(rows_B),
             asked=asked_in_order(asked, rows_B),
         )
 

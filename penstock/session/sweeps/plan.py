@@ -27,6 +27,7 @@ from penstock.state.run_folder import check_place, new_run_folder
 from penstock.state.sweep import Planned, Sweep, SweepFolder, read_sweep, write_sweep
 
 SUFFIX = "-sweep"
+SWEEP_TAG = "sweep:"  # before the name of its folder, a tag of its flow runs and of those of its trainings
 NAME_CHARACTERS = 100  # of a run folder; file systems take 255 bytes
 BY = "heldout/accuracy"
 

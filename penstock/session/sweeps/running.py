@@ -19,7 +19,8 @@ from prefect.exceptions import TerminationSignal
 
 from penstock.base.errors import FailedInWords
 from penstock.configs.sections.run import names_of_trackers
-from penstock.session.sweeps.plan import Plan, taken_up
+from penstock.session.flow_runs.taken_over import take_over
+from penstock.session.sweeps.plan import SWEEP_TAG, Plan, taken_up
 from penstock.session.sweeps.trainings import LOOK_S, Ended, Processes, processes
 from penstock.state.manifest import Tracked
 from penstock.state.run_folder import RunFolder, locked
@@ -90,6 +91,7 @@ def running_sweep(folder: SweepFolder, flow: Flow[..., str], at_once: int | None
     """
     plan, swept = taken_up(folder, at_once), Swept(str(folder.path))
     with locked(RunFolder(folder.path)):
+        take_over(folder.path, f"{SWEEP_TAG}{folder.path.name}")
         tracker = _tracked(folder, plan)
         with processes(plan.lanes) as started, _ending(folder, tracker):
             _LIVING[swept.path] = Living(plan, flow, started)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from penstock.tasks.iteration.forward_passes import ColumnRef
 from penstock.tasks.iteration.greedy_baseline import GREEDY_REWARD
 from penstock.tasks.iteration.reward import OVERLONG
 from penstock.tasks.iteration.rollout import ROLLOUT_LOGPROBS
+from penstock.usercode.guard import reason_of
 
 SILENCE = 1e-9  # a response whose advantages add up to less teaches nothing
 
@@ -123,18 +124,33 @@ def _part_columns(path: Path, algorithm: AlgorithmConfig) -> list[str]:
 
 def _estimate(inputs: AdvantageInputs, name: str, values: Mapping[str, Any]) -> Advantages:
     estimator = advantage_named(name)
-    result = estimator(inputs, **arguments(estimator, values))
+    given = arguments(estimator, values)
     if is_own(name):
+        result = _of_users(name, estimator, inputs, given)
         check_advantages(name, inputs, result)
+    else:
+        result = estimator(inputs, **given)
     check_finite(name, inputs, result)
     return result
+
+
+def _of_users(name: str, estimator: Callable[..., Any], inputs: AdvantageInputs, given: Mapping[str, Any]) -> Any:
+    """Return what a user's estimator returns.
+
+    Raises:
+        UserError: it raised.
+    """
+    try:
+        return estimator(inputs, **given)
+    except Exception as error:
+        raise UserError(f"advantage '{name}' raised {reason_of(error, __file__)}", "put the function right") from error
 
 
 def check_advantages(name: str, inputs: AdvantageInputs, result: object) -> None:
     """Check what a user's estimator returned, before anything is learnt from it.
 
     Raises:
-        UserError: it is not `Advantages` in float32, one per token.
+        UserError: it is not `Advantages` of arrays in float32, one per token.
     """
     what = f"advantage '{name}' returned"
     remedy = "see 'An algorithm of your own' in docs/algorithms.md"
@@ -146,9 +162,12 @@ def check_advantages(name: str, inputs: AdvantageInputs, result: object) -> None
         "returns_T": (result.returns_T, tokens),
         "accepted_B": (result.accepted_B, rows),
     }
-    for column, (values, shape) in columns.items():
-        if values is not None and np.shape(values) != shape:
-            raise UserError(f"{what} {column} of shape {np.shape(values)}, not {shape}", remedy)
+    given = {column: found for column, found in columns.items() if found[0] is not None or column == "advantages_T"}
+    for column, (values, shape) in given.items():
+        if not isinstance(values, np.ndarray):
+            raise UserError(f"{what} {column} of type {type(values).__name__}, not an array of numpy", remedy)
+        if values.shape != shape:
+            raise UserError(f"{what} {column} of shape {values.shape}, not {shape}", remedy)
     if result.advantages_T.dtype != np.float32:
         raise UserError(f"{what} advantages_T in {result.advantages_T.dtype}, not float32", remedy)
 

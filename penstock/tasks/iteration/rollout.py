@@ -77,7 +77,7 @@ def begin_rollout(
     this_round = next_round(training, settings.iteration, progress)
     prompts = _rows(training, this_round.rows_P)
     rollout, generation = Rollout(settings.iteration, f"{settings.iteration}/rollout"), None
-    portions = _portions(training, len(prompts), progress.policy_version)
+    portions = _portions(training, this_round, progress.policy_version)
     if not _left_behind(training, settings, progress, BegunRollout(this_round, prompts, None)):
         request = _request(training, settings, this_round, prompts, rollout.key, 0, progress.iteration)
         told = () if portions is None else (portions.hear,)
@@ -139,14 +139,11 @@ def rollout(training: Training, settings: Settings, begun: Rollout) -> Stage:
             span.began -= responses.metrics["rollout/ahead_s"]
             columns = experience_columns(training, settings, taken.prompts, responses)
             origin = sampled_with(training, settings, taken.round)
-            origin |= _left(training, begun.iteration, taken.round, responses)
+            origin |= what_is_left(training, begun.iteration, taken.round, responses)
             write_columns_apart(path, columns, origin)
             metrics |= responses.metrics | _ahead_figures(training, taken.generation, wanted_at)
         experience = describe(path, columns, taken.round.drawn, origin)
-        figures = length_figures(training, begun.key, columns)
-        unused = origin.get(UNUSED, 0)
-        figures |= round_figures(training.config.rollout, begun.iteration, taken.round, experience, unused)
-        figures |= staleness_figures(experience.policy_version, columns.get(POLICY_VERSIONS), columns["loss_mask"])
+        figures = experience_figures(training, begun, taken.round, experience, columns, origin)
     training.run.ended(begun.iteration).unlink(missing_ok=True)
     if taken.generation is not None:
         metrics["rollout/tokens_per_s"] = experience.response_tokens / metrics["time/rollout_s"]
@@ -204,7 +201,7 @@ def further_rollout(
     generation = begin_generation(training, request, scoring_ahead(training, settings.iteration, prompts))
     responses = take_responses(training, generation)
     columns = experience_columns(training, settings, prompts, responses)
-    left = _left(training, settings.iteration, this_round, responses)
+    left = what_is_left(training, settings.iteration, this_round, responses)
     unused = left.get(UNUSED, 0) - _lost_if_left(training, request.carried)
     changed = {name: left[name] for name in (WAITING, CARRIED) if name in left}
     return FurtherRollout(columns, this_round.drawn, unused, changed)
@@ -260,14 +257,15 @@ def _request(
     )
 
 
-def _portions(training: Training, prompts: int, policy_version: int) -> Portions | None:
+def _portions(training: Training, this_round: Round, policy_version: int) -> Portions | None:
     """Return what will hear of the responses, where the gradient is summed while others are generated."""
     config, session = training.config.rollout, training.session()
     if not config.in_portions:
         return None
     fixed = session.reproducible and session.elastic is None
     engines = session.rollout_engines if fixed else 1
-    return Portions(prompts, config.samples, config.portions, engines, policy_version)
+    begun, wanted = len(this_round.begun), this_round.wanted
+    return Portions(begun, config.samples, config.portions, engines, policy_version, wanted)
 
 
 def experience_columns(
@@ -351,7 +349,7 @@ def sampled_with(training: Training, settings: Settings, this_round: Round) -> d
     }
 
 
-def _left(training: Training, iteration: int, this_round: Round, responses: Responses) -> dict[str, Any]:
+def what_is_left(training: Training, iteration: int, this_round: Round, responses: Responses) -> dict[str, Any]:
     """Return which prompts make the batch, which wait, and what was sampled for these, as JSON; nothing of all.
 
     What there is of responses to those that were begun is written for the next rollout that goes on with it.
@@ -444,7 +442,27 @@ def waiting_after(origin: Mapping[str, Any]) -> tuple[Deferred, ...]:
     return tuple(Deferred(*prompt) for prompt in origin.get(WAITING, ()))
 
 
-def length_figures(training: Training, key: str, columns: dict[str, Any]) -> dict[str, float]:
+def experience_figures(
+    training: Training,
+    begun: Rollout,
+    this_round: Round,
+    experience: ExperienceRef,
+    columns: dict[str, Any],
+    origin: Mapping[str, Any],
+) -> dict[str, float]:
+    """Return the figures of a rollout's experience: lengths, what its round has put off, how old tokens are.
+
+    Args:
+        columns: of the experience, `DESCRIBING` at least.
+        origin: what it says that its responses depend on.
+    """
+    unused = origin.get(UNUSED, 0)
+    figures = _length_figures(training, begun.key, columns)
+    figures |= round_figures(training.config.rollout, begun.iteration, this_round, experience, unused)
+    return figures | staleness_figures(experience.policy_version, columns.get(POLICY_VERSIONS), columns["loss_mask"])
+
+
+def _length_figures(training: Training, key: str, columns: dict[str, Any]) -> dict[str, float]:
     lengths = columns["response_tokens"].lengths_B
     figures = generation_figures(training, key, columns["prompt_tokens"].lengths_B, lengths)
     if PATH_ENDS in columns and (columns[PATH_ENDS].lengths_B > 1).any():

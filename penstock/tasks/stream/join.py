@@ -15,6 +15,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from penstock.session.requests import BegunRollout, Rollout
+from penstock.session.rollout.carried import CARRIED
 from penstock.session.rollout.generation import take_responses
 from penstock.session.session import Stage, Training
 from penstock.session.settings import Settings
@@ -22,7 +23,15 @@ from penstock.state.columns import Columns, groups_taken, joined
 from penstock.state.experience import column_names, drop_experience, origin_of, read_columns, write_columns_apart
 from penstock.tasks.iteration.advantage import advantage_figures
 from penstock.tasks.iteration.reward import AHEAD_SHARE, judge, reward_figures
-from penstock.tasks.iteration.rollout import describe, length_figures, sampled_with
+from penstock.tasks.iteration.rollout import (
+    ANSWERED,
+    UNUSED,
+    WAITING,
+    describe,
+    experience_figures,
+    sampled_with,
+    what_is_left,
+)
 from penstock.tasks.stream.portion import PORTIONS
 
 
@@ -34,15 +43,17 @@ def join(training: Training, settings: Settings, begun: Rollout, stages: Sequenc
     groups = [origin_of(one)[PORTIONS][0] for one in paths]
     parts = [read_columns(one, column_names(one)) for one in paths]
     columns = _in_order(parts, groups, training.config.rollout.samples)
-    write_columns_apart(path, columns, sampled_with(training, settings, rollout.round) | {PORTIONS: groups})
+    metrics = _summed([stage.metrics for stage in stages]) | _ahead_share(stages)
+    left, figures = _left(training, begun, rollout, int(columns["response_tokens"].offsets_B1[-1]))
+    origin = sampled_with(training, settings, rollout.round) | left
+    write_columns_apart(path, columns, origin | {PORTIONS: _numbered(groups)})
     judge(training, columns)
     for one in paths:
         drop_experience(one)
     training.run.ended(begun.iteration).unlink(missing_ok=True)
-    experience = describe(path, columns, rollout.round.drawn, {})
-    metrics = _summed([stage.metrics for stage in stages]) | _ahead_share(stages)
-    metrics |= _generation_figures(training, rollout, experience.response_tokens)
-    metrics |= length_figures(training, begun.key, columns) | reward_figures(columns)
+    experience = describe(path, columns, rollout.round.drawn, origin)
+    metrics |= figures | experience_figures(training, begun, rollout.round, experience, columns, origin)
+    metrics |= reward_figures(columns)
     return Stage(experience, metrics | advantage_figures(training, settings, path))
 
 
@@ -67,15 +78,28 @@ def _ahead_share(stages: Sequence[Stage]) -> dict[str, float]:
     return {AHEAD_SHARE: float(np.average([share for share, _ in known], weights=weights))} if known else {}
 
 
-def _generation_figures(training: Training, rollout: BegunRollout, tokens: int) -> dict[str, float]:
-    """Return the engines' figures, and for how long the actor's work outlasted theirs; nothing of one taken over."""
+def _numbered(groups: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return the groups of each portion by their numbers among those that make the batch."""
+    number = {group: place for place, group in enumerate(sorted(group for some in groups for group in some))}
+    return [[number[group] for group in some] for some in groups]
+
+
+def _left(
+    training: Training, begun: Rollout, rollout: BegunRollout, tokens: int
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return what the rollout has left for later, and the engines' figures; of one taken over what its file says.
+
+    Args:
+        tokens: of the responses.
+    """
     if rollout.generation is None:
-        return {}
+        origin = origin_of(training.run.experience(begun.iteration))
+        return {name: origin[name] for name in (ANSWERED, WAITING, UNUSED, CARRIED) if name in origin}, {}
     replies = rollout.generation.replies.result()
     seconds = replies.ended - replies.began
     training.session().clock.ran("rollout", replies.began, replies.ended)
-    figures: dict[str, Any] = take_responses(training, rollout.generation, replies.began).metrics
-    return figures | {
+    responses = take_responses(training, rollout.generation, replies.began)
+    return what_is_left(training, begun.iteration, rollout.round, responses), responses.metrics | {
         "time/rollout_s": seconds,
         "rollout/tokens_per_s": tokens / seconds,
         "rollout/portion_after_s": time.perf_counter() - replies.ended,

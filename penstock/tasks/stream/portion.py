@@ -15,6 +15,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from penstock.session.requests import Rollout
+from penstock.session.rollout.carried import POLICY_VERSIONS
 from penstock.session.rollout.episodes import episode_column_names
 from penstock.session.rollout.portions import StreamedRollout
 from penstock.session.session import Stage, Training
@@ -26,7 +27,7 @@ from penstock.tasks.iteration.rollout import ROLLOUT_LOGPROBS, describe, experie
 PORTIONS = "portions"  # in the origin of experience: the groups of each
 ROLLED_OUT = (
     *("sample_id", "prompt_id", "group", "prompt", "response", "prompt_tokens", "response_tokens", "loss_mask"),
-    *("truncated", "policy_version", AGENT, ROLLOUT_LOGPROBS),
+    *("truncated", "policy_version", AGENT, ROLLOUT_LOGPROBS, POLICY_VERSIONS),
 )
 
 

@@ -15,11 +15,10 @@ from prefect.states import Crashed, Pending
 from penstock.reports.headline import duration
 from penstock.reports.sweep import last_value
 from penstock.session.flow_runs.saying import say
+from penstock.session.sweeps.plan import SWEEP_TAG
 from penstock.session.sweeps.running import Swept
 from penstock.session.sweeps.trainings import Ended
 from penstock.state.sweep import Planned
-
-SWEEP_TAG = "sweep:"  # before the name of its folder, a tag of the flow runs of its trainings
 
 
 @task(task_run_name="start-{training.name}", cache_policy=NO_CACHE)

@@ -30,7 +30,7 @@ def exit_code(
         paths = [str(tmp_path / f"{name}.json") for name in ("old", "new")]
         monkeypatch.setattr(sys, "argv", ["penstock", "bench", "compare", *paths, *options])
         monkeypatch.setattr(sys, "path", [*sys.path])
-        monkeypatch.setattr(cli, "quiet_libraries", lambda: None)
+        monkeypatch.setattr("penstock.cli.libraries.quiet_libraries", lambda: None)
         code: int | str | None = 0
         try:
             cli.main()

@@ -10,7 +10,9 @@ from collections.abc import Iterator
 import pytest
 from prefect.logging.handlers import PrefectConsoleHandler
 
+from penstock.base.errors import LogprobGapError, RewardTimeout
 from penstock.cli.prefect.quiet import quiet_terminal
+from penstock.session.saving.checkpoints import CheckpointWriteFailed
 
 
 class Terminal(io.StringIO):
@@ -43,6 +45,27 @@ def test_an_interruption_between_two_runs_is_not_said_twice(handler: PrefectCons
     lines = handler.stream.getvalue()
     assert "interrupt signal" not in lines
     assert [kind in lines for kind in ("by flow_runs", "by task_runs", "by engine")] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    "kind", [RewardTimeout, CheckpointWriteFailed, LogprobGapError], ids=lambda kind: kind.__name__
+)
+def test_what_the_command_says_in_a_sentence_has_no_traceback_of_prefects(
+    handler: PrefectConsoleHandler, kind: type[Exception]
+) -> None:
+    """Every kind of mistake and of failure in words. Control: a defect keeps its traceback, whatever it names."""
+    said = logging.getLogger("prefect.task_runs")
+    with quiet_terminal():
+        for error in kind("the problem", "the remedy"), ZeroDivisionError(f"a defect, no {kind.__name__}"):
+            name = type(error).__name__
+            said.error("Task run failed with exception: %r", error, exc_info=error)
+            said.error(f'Finished in state Failed("Task run encountered an exception {name}: {error}")')
+            said.error(f'Finished in state Failed("Flow run encountered an exception: {name}: {error}")')
+            said.error("Encountered exception during execution: %r", error)
+            said.error(f"Crash detected! Execution was interrupted by an unexpected exception: {name}: {error}")
+    lines = handler.stream.getvalue()
+    assert "problem" not in lines
+    assert lines.count("ZeroDivisionError: a defect") == 4 and lines.count("ZeroDivisionError(") == 2
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -19,6 +19,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 from penstock.base.errors import UserError
 from penstock.cli import terminal
 from penstock.cli.prefect import server
+from penstock.cli.prefect.deploy import LOCAL_SERVER, next_commands
 from penstock.cli.prefect.server import _make_home, check_server
 from penstock.configs.schema import TrainConfig
 from penstock.session.session import write_config
@@ -55,9 +56,9 @@ finally:
 STOPPED = """
 import os, signal, sys, time
 from pathlib import Path
-from penstock.cli import main as cli
 from penstock.cli import running
-cli.quiet_libraries()
+from penstock.cli.libraries import quiet_libraries
+quiet_libraries()
 from prefect import flow, task
 from prefect.client.orchestration import get_client
 
@@ -81,9 +82,9 @@ finally:
 # A flow whose server is killed before each of its two child flows. What the last server knows comes at the end.
 BEREFT = """
 import os, signal
-from penstock.cli import main as cli
+from penstock.cli.libraries import quiet_libraries
 from penstock.cli.prefect.server import start_server
-cli.quiet_libraries()
+quiet_libraries()
 start_server()
 from prefect import flow
 from prefect.client.orchestration import get_client
@@ -333,3 +334,25 @@ def test_a_signal_ends_a_flow_in_one_sentence(number: signal.Signals, tmp_path: 
     assert stopped.stderr == f"stopped, the engines are down. Continue with: penstock train --resume {run}\n"
     assert stopped.stdout == "Crashed\n"
     assert stopped.returncode == 128 + number
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("http://127.0.0.1:4261/api", "PREFECT_API_URL=http://127.0.0.1:4261/api "),
+        (None, f"PREFECT_API_URL={LOCAL_SERVER} "),
+        ("http://penstock:sesame@127.0.0.1:4261/api", ""),
+    ],
+)
+def test_the_next_commands_work_in_terminals_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, address: str | None, shown: str
+) -> None:
+    """They name the server that this terminal alone knows, and no password."""
+    if address is None:
+        monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    else:
+        monkeypatch.setenv("PREFECT_API_URL", address)
+    with temporary_settings({PREFECT_API_URL: address}):
+        worker, run = next_commands("penstock")
+    assert worker == f"{shown}prefect worker start --pool penstock"
+    assert run.startswith(f"{shown}prefect deployment run ")

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from penstock.base.errors import UserError
-from penstock.cli.main import app
+from penstock.cli.app import app
 from penstock.cli.prefect import server
 from penstock.flows import sweep as flow
 from penstock.session.sweeps.running import TrainingsFailed

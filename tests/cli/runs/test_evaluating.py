@@ -47,7 +47,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(cli, "quiet_libraries", lambda: None)
+    monkeypatch.setattr("penstock.cli.libraries.quiet_libraries", lambda: None)
     monkeypatch.setattr(server, "start_server", start)
     for module in (memory, model):
         monkeypatch.setattr(module, "visible_gpus", lambda: [])

@@ -27,7 +27,7 @@ def penstock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     played_run(tmp_path / "runs" / "sums")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(cli, "quiet_libraries", lambda: None)
+    monkeypatch.setattr("penstock.cli.libraries.quiet_libraries", lambda: None)
 
     def run(command: str) -> str:
         monkeypatch.setattr(sys, "argv", ["penstock", *shlex.split(command)])

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from penstock.base.errors import UserError
-from penstock.cli.main import app
-from penstock.cli.serving.serve import model_folder, serve, server_command
+from penstock.cli.app import app
+from penstock.cli.serving.serve import model_folder, serve, server_command, server_environment
 from tests.processes import words_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -118,6 +118,27 @@ def test_settings_follow_the_machine(tmp_path: Path) -> None:
     assert "--served-model-name judge" in " ".join(server_command(folder, 8000, None, 0, "judge"))
     with pytest.raises(UserError, match="--gpu-memory has no effect"):
         options(0.5, 0)
+
+
+def test_compiled_code_outlives_a_server_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch keeps it, and Triton's kernels, where the next server looks, not where this one's temporary files go.
+
+    Controls: without the variable it would; a folder that the user has named; a CPU, for which nothing is compiled.
+    """
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir, triton_cache_dir
+
+    variable, scratch = "TORCHINDUCTOR_CACHE_DIR", tmp_path / "scratch"
+    for name in (variable, "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    environment = server_environment(str(scratch), 1)
+    assert environment["TMPDIR"] == str(scratch) and variable not in server_environment(str(scratch), 0)
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    assert Path(default_cache_dir()).is_relative_to(scratch)
+    monkeypatch.setenv(variable, environment[variable])
+    assert Path(triton_cache_dir(0)).is_relative_to(tmp_path / "caches" / "penstock")
+    monkeypatch.setenv(variable, "/chosen")
+    assert server_environment(str(scratch), 1)[variable] == "/chosen"
 
 
 def test_a_port_that_is_taken_is_refused(tmp_path: Path) -> None:

@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 from prefect.utilities.callables import parameter_schema
-from prefect.utilities.schema_tools import validate
+from prefect.utilities.schema_tools import ValidationError, validate
 
-from penstock.configs.loading.blank import CLOSED, OPEN, blank
+from penstock.configs.loading.blank import CLOSED, OPEN, blank, plain
 from penstock.configs.schema import TrainConfig
+from penstock.flows.compare import compare
+from penstock.flows.evaluate import evaluate
+from penstock.flows.export import export
 from penstock.flows.preference import preference
 from penstock.flows.reward_model import reward_model
 from penstock.flows.sft import sft
+from penstock.flows.sweep import sweep
 from penstock.flows.train import train
 
 RECIPES = ["configs/quickstart.yaml", "configs/grpo_gsm8k.yaml"]
@@ -116,3 +120,31 @@ def test_the_server_refuses_wrong_values_in_words(given: dict[str, Any], words: 
     """Before there is a run. Control: the values above."""
     with pytest.raises(Exception, match=words):
         validate({"recipe": RECIPES[0], **given}, form_of(train), raise_on_error=True)
+
+
+@pytest.mark.parametrize("flow", [compare, evaluate, export, sweep])
+def test_what_does_not_train_by_a_form_has_one_field_for_each_parameter(flow: Any) -> None:
+    """No choice between a type and "None", a title in words, and defaults as in the flow's signature.
+
+    Control: in Prefect's own schema of these flows there are such choices, and titles with underscores.
+    """
+    made = parameter_schema(flow).model_dump()
+    assert any("anyOf" in item for item in made["properties"].values())
+    form = plain(made)
+    assert form["required"] == made["required"]
+    for name, item in form["properties"].items():
+        assert "anyOf" not in item and "_" not in item["title"] and item["title"][0].isupper()
+        assert item["description"][0] in (made["properties"][name]["description"][0].upper(), "`")
+        assert item.get("default") == made["properties"][name].get("default")
+
+
+def test_the_server_takes_a_plain_form_with_and_without_its_fields() -> None:
+    """Empty fields and null are what the flow's defaults are; a missing run and a wrong type are refused."""
+    schema = plain(parameter_schema(export).model_dump())
+    taken: list[dict[str, Any]] = [{"run": "runs/sums"}, {"run": "runs/sums", "checkpoint": None, "to": "model"}]
+    refused: list[dict[str, Any]] = [{}, {"run": "runs/sums", "to": 3}]
+    for given in taken:
+        validate(given, schema, raise_on_error=True, ignore_required=False)
+    for given in refused:
+        with pytest.raises(ValidationError):
+            validate(given, schema, raise_on_error=True, ignore_required=False)

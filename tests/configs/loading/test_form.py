@@ -55,7 +55,7 @@ def test_a_form_is_the_command_line_to_the_last_key_of_config_yaml() -> None:
 def test_text_of_a_field_is_text() -> None:
     """A folder called 007 is no number. Control: of an override, which is YAML, it is one, and refused."""
     assert asked({"name": "007"}).name == "007"
-    with pytest.raises(UserError, match="name: must be a valid string"):
+    with pytest.raises(UserError, match="name: must be text"):
         asked(overrides=["name=007"])
 
 

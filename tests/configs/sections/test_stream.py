@@ -29,6 +29,12 @@ def of(groups: dict[str, Any] | None = None, algorithm: dict[str, Any] | None = 
         of(WITH_REFERENCE, {"kl": {"place": "loss", "coefficient": 0.1}}),
         of(WITH_CRITIC, {"name": "ppo", "settings": {"whiten": False}}),
         of(APART, environment={"type": "penstock.environments.calculator:Calculator"}),
+        of(),
+        of({"main": {"roles": ["actor", "rollout"]}}),
+        of(BESIDE_REFERENCE, {"kl": {"place": "loss", "coefficient": 0.1}}),
+        of(rollout={"tail": {}}),
+        of(rollout={"carry": {}}),
+        of(APART, rollout={"tail": {}, "tensor_parallel": 2}),
     ],
 )
 def test_a_stream_goes_with_what_needs_groups_alone(sections: dict[str, Any]) -> None:
@@ -40,9 +46,11 @@ def test_a_stream_goes_with_what_needs_groups_alone(sections: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        (of(), "needs a group for 'rollout' alone"),
-        (of({"main": {"roles": ["actor", "rollout"]}}), "needs a group for 'rollout' alone"),
-        (of(BESIDE_REFERENCE, {"kl": {"place": "loss", "coefficient": 0.1}}), "needs a group for 'rollout' alone"),
+        (
+            of(rollout={"tensor_parallel": 2}),
+            "give 'rollout' a group of its own, or set 'rollout.tensor_parallel' to 1",
+        ),
+        (of(rollout={"sleep": True}), "'rollout.sleep' has no effect with 'rollout.stream'"),
         (of(APART, {"mini_batches": 2}), "'algorithm.mini_batches' and 'algorithm.epochs' must be 1"),
         (of(APART, {"epochs": 2}), "'algorithm.mini_batches' and 'algorithm.epochs' must be 1"),
         (of(WITH_CRITIC, {"name": "ppo"}), "advantage 'gae', policy loss 'ppo_clip' or .* looks at the whole batch"),
@@ -55,8 +63,10 @@ def test_a_stream_goes_with_what_needs_groups_alone(sections: dict[str, Any]) ->
             of(WITH_REFERENCE, {"kl": {"place": "loss", "coefficient": 0.1, "estimator": "full"}}),
             r"does not go with algorithm\.kl\.estimator: full",
         ),
-        (of(APART, rollout={"tail": {}}), "'tail' and 'stream' exclude each other"),
-        (of(APART, rollout={"carry": {}}), "'carry' and 'stream' exclude each other"),
+        (of(APART, rollout={"tail": {}, "stream": {"staleness": 1}}), "'tail' and 'stream' exclude each other"),
+        (of(APART, rollout={"tail": {}, "carry": {}}), "'tail' and 'carry' exclude each other"),
+        (of(APART, rollout={"carry": {}, "stream": {"staleness": 1}}), "'carry' and 'stream' exclude each other"),
+        (of(APART, rollout={"tail": {}, "carry": {}, "stream": {}}), "'tail' and 'carry' exclude each other"),
         (of(APART, rollout={"prompts": 3}), r"'stream.portions' \(4\) must not exceed 'prompts' \(3\)"),
         (of(APART, rollout={"stream": {"portions": 1}}), r"rollout\.stream\.portions"),
         (of(APART, rollout={"stream": {"portions": 4, "staleness": 1}}), "'portions' has no effect with 'staleness'"),

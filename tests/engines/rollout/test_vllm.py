@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from penstock.benchmarks.workload.families import write_family
 from penstock.engines.families.served import DECODERS
 from penstock.engines.rollout import vllm as versions
 
@@ -54,3 +57,26 @@ def test_a_decoder_that_vllms_table_lacks_is_served(name: str, monkeypatch: pyte
         assert getattr(served, told).__func__ is getattr(whole, told).__func__
     positions_3N, later = served().get_mrope_input_positions([5, 6, 7], [])
     assert positions_3N.tolist() == [[0, 1, 2]] * 3 and later == 0
+
+
+def test_code_is_compiled_once_for_a_shape(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In whatever folder the model is. Controls: a model of another shape, and vLLM by itself, have another hash."""
+    from vllm import EngineArgs
+    from vllm.config import ModelConfig
+
+    def hashed(folder: Path) -> str:
+        started = EngineArgs(model=str(folder), skip_tokenizer_init=True, dtype="float32").create_engine_config()
+        assert started.model_config.model == str(folder)
+        return str(started.compute_hash())
+
+    monkeypatch.setattr(ModelConfig, "compute_hash", ModelConfig.compute_hash)
+    one, other, wider = (tmp_path / name for name in ("one", "other", "wider"))
+    write_family("Qwen 3", one)
+    shutil.copytree(one, other)
+    shutil.copytree(one, wider)
+    config = json.loads((wider / "config.json").read_text())
+    (wider / "config.json").write_text(json.dumps(config | {"intermediate_size": 2 * config["intermediate_size"]}))
+    assert hashed(one) != hashed(other)
+    for _ in range(2):  # a second engine of the process changes nothing
+        versions.find_compiled_code_by_shape()
+        assert hashed(one) == hashed(other) != hashed(wider)

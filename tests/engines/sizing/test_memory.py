@@ -7,7 +7,6 @@ moments 8.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from penstock.base.ragged import Ragged, offsets_of
 from penstock.benchmarks.reporting.result import BenchResult, read_result
 from penstock.benchmarks.workload import make_model
 from penstock.benchmarks.workload.experience import lognormal_lengths
-from penstock.benchmarks.workload.families import write_family
 from penstock.configs.preference import PreferenceConfig
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.algorithm import AlgorithmConfig
@@ -32,14 +30,10 @@ from penstock.engines.families.shape import (
     DeltaSizes,
     ExpertSizes,
     ModelShape,
-    read_settings,
     read_shape,
-    shape_of_weights,
-    weight_shapes,
 )
 from penstock.engines.groups.slots import SLOTS
-from penstock.engines.models.loading import load_causal_lm
-from penstock.engines.rollout.batch_sizes import CPU_KV_CACHE_LIMIT
+from penstock.engines.rollout.batch_sizes import CPU_KV_CACHE_LIMIT, GPU_KV_CACHE_SHARE
 from penstock.engines.sizing.activations import Computation, delta_table, layer_table, total
 from penstock.engines.sizing.memory import (
     GIB,
@@ -55,7 +49,6 @@ from penstock.engines.sizing.memory import (
     weight_width,
 )
 from tests.engines.rows import planned
-from tests.engines.shared_ranks import Shape
 from tests.processes import ROOT
 
 MILLION = ModelShape(
@@ -96,43 +89,6 @@ def _actor(stage: int, rank: Rank) -> float:
 
 WORDY = replace(MILLION, vocabulary=200_000)
 RESULTS = ROOT / "benchmarks" / "results"
-SHAPES = [Shape("qwen2", tied=True), Shape("llama", tied=False, vocabulary=100)]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.architecture)
-def test_the_files_headers_tell_the_models_size(shape: Shape, folder_of: Callable[[Shape], Path]) -> None:
-    """No weight is loaded, and the count is the model's own: biases in, tied embeddings once."""
-    folder = folder_of(shape)
-    read = read_shape(folder)
-    lm = load_causal_lm(folder, torch.float32, False)
-    assert read.parameters == sum(parameter.numel() for parameter in lm.parameters())
-    assert read.vocabulary == shape.vocabulary
-    assert (read.layers, read.hidden_size, read.intermediate_size) == (2, 128, 96)
-    assert (read.kv_heads, read.head_size, read.positions) == (2, 32, 512)
-    assert not read.query_key_norms  # as Qwen3 has them
-
-
-def test_a_model_in_several_files_is_counted_whole(tmp_path: Path, folder_of: Callable[[Shape], Path]) -> None:
-    """Large models come in shards: every file counts."""
-    folder = folder_of(Shape("qwen3", tied=False))
-    lm = load_causal_lm(folder, torch.float32, False)
-    lm.save_pretrained(tmp_path, max_shard_size="200KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    assert read_shape(tmp_path) == read_shape(folder)
-
-
-def test_layers_for_several_tokens_at_a_time_are_not_counted(tmp_path: Path) -> None:
-    """As files on the Hub have them, by two kinds of names, with experts of their own. Control: others count."""
-    folder = write_family("Qwen 3 Next", tmp_path)
-    settings, weights = read_settings(folder), weight_shapes(folder)
-    another = {name.replace("model.", "mtp."): shape for name, shape in weights.items() if ".layers.1." in name}
-    assert any(".experts." in name for name in another)
-    shape = read_shape(folder)
-    assert shape_of_weights(settings, {**weights, **another}) == shape
-    behind = {name.replace("mtp.layers.1", "model.layers.2"): size for name, size in another.items()}
-    assert behind.keys().isdisjoint(weights) and shape_of_weights(settings, {**weights, **behind}) == shape
-    within = {name.replace("mtp.", "model.more."): size for name, size in another.items()}
-    assert shape_of_weights(settings, {**weights, **within}) != shape
 
 
 def test_a_reference_with_delta_nets_needs_its_fullest_block() -> None:
@@ -381,10 +337,12 @@ def test_experts_of_the_rollout_are_kept_for_each_token_of_its_cache(count: int,
     assert kept == GIB // (2 * 2 * 2 * 32 * 2) * 2 * 2 * width
 
 
-def test_experts_of_the_rollout_are_at_most_those_of_a_cpus_cache() -> None:
-    """Whatever its sequences would need. Control: fewer sequences, which need less than the limit."""
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_experts_of_the_rollout_are_at_most_those_of_what_a_cache_may_take(device: str) -> None:
+    """Whatever its sequences would need. Control: shorter sequences, which need less than the limit."""
     mixture = replace(MILLION, model_type="mixtral", experts=ExpertSizes(count=8, chosen=2, inner=32))
-    rank = replace(_rank(1, "cpu"), shapes={"actor": mixture, "rollout": mixture})
+    rank = replace(_rank(1, device), shapes={"actor": mixture, "rollout": mixture}, free=10 * GIB)
+    limit, width = (CPU_KV_CACHE_LIMIT, 4) if device == "cpu" else (int(GPU_KV_CACHE_SHARE * rank.free), 2)
 
     def kept(response: int) -> int:
         lengths: dict[str, Any] = {
@@ -394,7 +352,7 @@ def test_experts_of_the_rollout_are_at_most_those_of_a_cpus_cache() -> None:
         return _phase("rollout", rank, actor={"routing": "replay"}, **lengths)["experts of the rollout"]
 
     assert kept(128) == 257 * 256 * 2 * 2
-    assert kept(1 << 20) == CPU_KV_CACHE_LIMIT // (2 * 2 * 2 * 32 * 4) * 2 * 2
+    assert kept(1 << 20) == limit // (2 * 2 * 2 * 32 * width) * 2 * 2
 
 
 def test_a_schedule_counts_with_its_largest_budget() -> None:

@@ -12,10 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from penstock.algorithms.aggregation import AGGREGATIONS
 from penstock.algorithms.policy_losses import CHOICES, POLICY_LOSSES
+from penstock.algorithms.policy_losses.types import PolicyLossOutputs
+from penstock.base.errors import UserError
 from penstock.engines.batches.packing import Rows
+from penstock.engines.training.updates import _check_gradient, _check_outputs
 from tests.algorithms import losses as papers
 from tests.algorithms.losses import Sequence, objective
 from tests.engines.rows import LOSS, SPLIT, gathered, random_rows, with_columns, write_rows
@@ -109,3 +113,31 @@ def test_tokens_are_chosen_in_each_mini_batch_by_itself(
         shares.append((parts[0]["loss"], parts[0]["chosen"]))
         assert abs(parts[0]["chosen"] - update(ranks, path, name, 10_000)["chosen"]) > 1e-4
     assert shares[0] == pytest.approx(shares[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (torch.zeros(()), "returned Tensor, not penstock"),
+        (None, "returned NoneType, not penstock"),
+        (PolicyLossOutputs(torch.zeros(()), {}), r"loss_T of shape \(\), not \(3,\)"),
+        (PolicyLossOutputs(0.5, {}), "returned loss_T of type float, no tensor"),  # type: ignore[arg-type]
+        (PolicyLossOutputs(torch.zeros(3), {"share": 0.5}), "returned share of type float"),  # type: ignore[dict-item]
+    ],
+)
+def test_what_a_loss_of_a_users_returns_is_checked(returned: object, words: str) -> None:
+    """Before anything is learnt from it. Control: a loss for each token, and a figure for each or for all."""
+    logprobs_T = torch.zeros(3)
+    figures = {"share": logprobs_T, "scale": torch.ones(())}
+    _check_outputs("my_loss:mean", PolicyLossOutputs(logprobs_T, figures), logprobs_T)
+    with pytest.raises(UserError, match=words):
+        _check_outputs("my_loss:mean", returned, logprobs_T)
+
+
+def test_a_loss_without_a_gradient_is_refused() -> None:
+    """In a sentence instead of DeepSpeed's assertion. Control: one with a gradient, and a pass that takes none."""
+    logprobs_T = torch.zeros(3, requires_grad=True)
+    _check_gradient("my_loss:detached", -logprobs_T, logprobs_T)
+    _check_gradient("my_loss:detached", torch.zeros(3), logprobs_T.detach())
+    with pytest.raises(UserError, match="'my_loss:detached' has no gradient"):
+        _check_gradient("my_loss:detached", -logprobs_T.detach(), logprobs_T)

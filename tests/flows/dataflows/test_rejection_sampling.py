@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import penstock
-from penstock.cli.main import app
+from penstock.cli.app import app
 from penstock.configs.schema import TrainConfig
 from penstock.flows.sft import sft
 from tests.flows.dataflows.test_own_dataflow import SMALL

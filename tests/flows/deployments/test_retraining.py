@@ -19,7 +19,7 @@ from penstock.configs.sections.data import ArithmeticData
 from penstock.data.arithmetic import make_problems
 from penstock.trackers.mlflow import MlflowRegistry
 from penstock.trackers.registry import BEST, DATA, PARENT, VERDICT, WEIGHTS, NewVersion, best_of
-from tests.flows.deployments.test_deployments import Prefect, penstock, prefect  # noqa: F401 - the fixture
+from tests.flows.deployments.prefect_server import Prefect, penstock
 from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -104,7 +104,7 @@ class Retraining:
 
 
 @pytest.fixture(scope="module")
-def often(prefect: Prefect, tmp_path_factory: pytest.TempPathFactory) -> Retraining:  # noqa: F811
+def often(prefect: Prefect, tmp_path_factory: pytest.TempPathFactory) -> Retraining:
     folder = tmp_path_factory.mktemp("data")
     PROBLEMS["heldout"].to_json(folder / "heldout.jsonl", orient="records", lines=True)
     return Retraining(prefect, folder, "often")
@@ -188,7 +188,7 @@ def _under_way(retraining: Retraining) -> list[dict[str, Any]]:
     return [run for run in retraining.runs() if run["state_type"] in ("RUNNING", "PENDING")]
 
 
-def _emit(prefect: Prefect, name: str, resource: dict[str, str]) -> None:  # noqa: F811
+def _emit(prefect: Prefect, name: str, resource: dict[str, str]) -> None:
     event = {"event": name, "resource": resource, "occurred": datetime.now(UTC).isoformat(), "id": str(uuid4())}
     prefect.api.post("/events", json=[event | {"related": [], "payload": {}}]).raise_for_status()
 

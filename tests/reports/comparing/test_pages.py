@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from rich.console import Console
 
 from penstock.base.errors import UserError
 from penstock.reports.comparing.pages import write_comparison
-from penstock.reports.comparing.tables import check_samples, comparison_of
-from penstock.reports.comparing.terminal import render, render_samples
+from penstock.reports.comparing.tables import check_samples, comparison_of, group_table
+from penstock.reports.comparing.terminal import _beside, render, render_samples
 from penstock.state.experience import write_columns
 from penstock.state.run_folder import RunFolder
 from tests.reports.comparing.examples import RATE, run, two_groups
@@ -52,6 +53,18 @@ def test_groups_and_their_difference_are_in_all_files(tmp_path: Path) -> None:
     single = comparison_of([two_groups()[0], two_groups()[3]])
     assert [path.name for path in write_comparison(single, tmp_path / "single")] == NAMES[:5]
     assert "Mean over seeds" not in (tmp_path / "single" / "compare.md").read_text(encoding="utf-8")
+
+
+def test_many_groups_stand_below_each_other() -> None:
+    """On a terminal no interval is broken into lines, and no group left out. Control: all ten in a row break them."""
+    many = [
+        run(f"r{rate}-{seed}", f"{rate}e-06", seed, (0.3, 0.5 + seed / 10)) for rate in range(1, 11) for seed in (0, 1)
+    ]
+    comparison = comparison_of(many)
+    interval = re.compile(r"0\.550 \(-?0\.\d+ to 1\.\d+\)")
+    text = shown(render(comparison), 120)
+    assert len(interval.findall(text)) == 2 * 10, "last and best held-out accuracy of each group"
+    assert not interval.findall(shown(_beside(group_table(comparison.groups), "mean"), 120))
 
 
 def test_curves_have_a_band_over_seeds(tmp_path: Path) -> None:

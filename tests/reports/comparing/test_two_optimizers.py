@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from penstock.cli.main import app
+from penstock.cli.app import app
 from penstock.configs.loading.load import load_config
 from penstock.flows.train import train
 from tests.processes import ROOT

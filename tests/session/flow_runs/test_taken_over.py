@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from uuid import UUID, uuid4
 
 import pytest
@@ -11,8 +15,16 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.runtime import flow_run
 from prefect.states import Cancelling, Completed, Running
 
+from penstock.flows.train import train
+from penstock.session.chains.plan import CHAIN_TAG, begin_chain
+from penstock.session.chains.running import running_chain
 from penstock.session.flow_runs.kept_alive import KEEP_ALIVE
 from penstock.session.flow_runs.taken_over import crash_earlier
+from penstock.session.sweeps.plan import SWEEP_TAG, Asked, begin_sweep
+from penstock.session.sweeps.running import running_sweep
+from penstock.state.chain import ChainFolder
+from penstock.state.sweep import SweepFolder
+from tests.configs.test_chain import BASE, CHAIN
 
 TAG = "run:sums"  # of flow runs of a run folder
 pytestmark = pytest.mark.usefixtures("prefect_harness")
@@ -68,3 +80,63 @@ def test_others_stay_as_they_are() -> None:
     assert [read(number).state_name for number in (again, copied, child)] == ["Running"] * 3
     crash_earlier(str(uuid4()), again, TAG)
     crash_earlier(None, again, TAG)
+
+
+def chain_begun() -> ChainFolder:
+    Path("base.yaml").write_text(BASE, encoding="utf-8")
+    Path("chain.yaml").write_text(CHAIN, encoding="utf-8")
+    return begin_chain("chain.yaml", None, None)
+
+
+def sweep_begun() -> SweepFolder:
+    Path("sweep.yaml").write_text(BASE, encoding="utf-8")
+    return begin_sweep("sweep.yaml", Asked(("seed=0,1", "record.tracker=tensorboard")), None)
+
+
+def in_chain(folder: Path) -> AbstractContextManager[object]:
+    return running_chain(ChainFolder(folder))
+
+
+def in_sweep(folder: Path) -> AbstractContextManager[object]:
+    return running_sweep(SweepFolder(folder), train)
+
+
+@pytest.mark.parametrize(
+    ("begun", "inside", "tag"), [(chain_begun, in_chain, CHAIN_TAG), (sweep_begun, in_sweep, SWEEP_TAG)]
+)
+def test_so_is_that_of_a_killed_chain_or_sweep(
+    begun: Callable[[], ChainFolder | SweepFolder],
+    inside: Callable[[Path], AbstractContextManager[object]],
+    tag: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also a third time. Controls: one that has ended stays so; a copy of the folder leaves all as they are."""
+    monkeypatch.chdir(tmp_path)
+    folder = begun().path
+
+    @flow(name="several")
+    def at(place: Path) -> str:
+        with inside(place):
+            return str(flow_run.id)
+
+    def states() -> list[str | None]:
+        return [read(number).state_name for number in attempts]
+
+    def killed(number: str) -> str:
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(UUID(number), Running(), force=True)
+        return number
+
+    attempts = [killed(at(folder))]
+    copy = folder.with_name("a-copy")
+    shutil.copytree(folder, copy)
+    at(copy)
+    assert states() == ["Running"]
+    attempts.append(killed(at(folder)))
+    assert states() == ["Crashed", "Running"]
+    attempts.append(at(folder))
+    assert states() == ["Crashed", "Crashed", "Completed"]
+    assert f"{tag}{folder.name}" in read(attempts[2]).tags
+    at(folder)
+    assert states() == ["Crashed", "Crashed", "Completed"]

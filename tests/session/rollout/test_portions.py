@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -49,6 +50,22 @@ def test_groups_come_in_the_order_in_which_their_last_responses_end() -> None:
     portions.hear(news(0, [(6, 0), (5, 1), (1, 1), (1, 0), (3, 0), (4, 0), (4, 1), (3, 1)]))
     assert portions.wait(1, waiting()) == [5, 6]
     assert portions.wait(2, waiting()) == [1, 3, 4]
+
+
+def test_where_a_batch_takes_some_prompts_engines_tell_which() -> None:
+    """Of two engines the first gives three prompts of four and the second two. One that is complete and does not count
+    is in no portion. Control: where all make the batch it would be."""
+    portions = Portions(8, SAMPLES, 2, engines=2, policy_version=3, wanted=5)
+    entries = [(position, sample) for position in (4, 2, 0) for sample in range(SAMPLES)]
+    portions.hear(replace(news(0, entries), counted=[4, 0]))
+    portions.hear(replace(news(1, [(3, 0), (3, 1), (1, 0)]), counted=[3]))
+    assert portions.wait(0, waiting()) == [3, 4]
+    portions.hear(replace(news(0, [(6, 0), (6, 1)]), counted=[6]))
+    portions.hear(replace(news(1, [(1, 1)]), counted=[1]))
+    assert portions.wait(1, waiting()) == [0, 1, 6]
+    every = Portions(5, SAMPLES, 2, engines=1, policy_version=3)
+    every.hear(news(0, entries))
+    assert every.wait(0, waiting()) == [2, 4]
 
 
 def test_responses_are_those_of_the_portion() -> None:

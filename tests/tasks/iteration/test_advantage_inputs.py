@@ -147,7 +147,13 @@ def test_a_function_of_ones_own_is_called_with_its_settings(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("plain_array", "returned ndarray, not"), ("per_row", r"shape \(4,\), not \(6,\)"), ("endless", "not finite")],
+    [
+        ("plain_array", "returned ndarray, not"),
+        ("plain_list", "advantages_T of type list, not an array"),
+        ("per_row", r"shape \(4,\), not \(6,\)"),
+        ("endless", "not finite"),
+        ("raising", r"raised LookupError: no such column \(own_algorithm.py:\d+\)"),
+    ],
 )
 def test_what_a_function_of_ones_own_returns_is_checked(tmp_path: Path, name: str, words: str) -> None:
     """Before anything is learnt from it; the control is the test before."""

@@ -86,7 +86,7 @@ def learnt(training: Training) -> list[Stage]:
 
 def joined(training: Training, stages: list[Stage], monkeypatch: pytest.MonkeyPatch) -> Stage:
     """Make the iteration's experience, without figures of engines."""
-    monkeypatch.setattr(module, "_generation_figures", lambda *_: {})
+    monkeypatch.setattr(module, "_left", lambda *_: ({}, {}))
     return join.fn(training, next_settings(training, Progress()), BEGUN, stages)
 
 

@@ -35,6 +35,7 @@ class Handler(NamedTuple):
     kind: type[Command[Any]]
     function: Callable[[RankModels, Any], Any]
     during_generation: When
+    beside: bool = False  # in a thread of its own, where a generation is under way
 
 
 HANDLERS: dict[str, Handler] = {}  # by the command's name
@@ -60,17 +61,25 @@ def trains_nothing(models: RankModels) -> bool:
     return not models.trainers
 
 
+def in_portions(models: RankModels) -> bool:
+    """Whether what is complete of a generation is learnt from while the rest is generated."""
+    return models.config.rollout.in_portions
+
+
 def carries_out(
-    kind: type[Command[Reply]], during_generation: When = never
+    kind: type[Command[Reply]], during_generation: When = never, beside: bool = False
 ) -> Callable[[Callable[[RankModels, C], Reply]], Callable[[RankModels, C], Reply]]:
     """Let the function below carry out the commands of a type.
+
+    Args:
+        beside: that which begins during a generation has a thread of its own, and the generation goes on meanwhile.
 
     Raises:
         TypeError: another function does, or this one takes another command.
     """
 
     def register(function: Callable[[RankModels, C], Reply]) -> Callable[[RankModels, C], Reply]:
-        _register(Handler(kind, function, during_generation))
+        _register(Handler(kind, function, during_generation, beside))
         return function
 
     return register

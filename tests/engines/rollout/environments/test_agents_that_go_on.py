@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from penstock.base.ragged import Ragged
 from penstock.engines.commands.message import decode_reply
-from penstock.engines.commands.rollout import Asked, CarriedResponses, EngineResponses, Generate
+from penstock.engines.commands.rollout import CarriedResponses, EngineResponses, Generate
 from penstock.session.rollout.carried import not_begun
 from tests.engines.played_prompts import save_prompts
 from tests.engines.shared_ranks import Ranks, Shape
@@ -27,7 +27,6 @@ SHAPE = Shape("qwen3", tied=False)
 LIMIT, TURNS, SAMPLES, WANTED = 60, 4, 2, 4
 PLAYED = ["plain", "plain", "endless", "plain", "long", "endless", "plain", "plain", "plain", "endless"]
 ASKED = ["short", *["beside", "choices", "at_once"] * 3]
-BRANCHED = ["short", *["branched", "choices", "branched_tokens"] * 3]
 LONGEST_S = 15.0  # that an agent may take: a busy machine is slow
 FolderOf = Callable[[Shape], Path]
 
@@ -129,47 +128,36 @@ def test_they_go_on_as_those_inside(played: Played) -> None:
     assert arrays(played.second(PLAYED, asked, seed=3)) != arrays(asked_after)
 
 
-def parts(responses: Ragged, asked: Asked, row: int) -> list[list[int]]:
-    """Return the tokens of each path of an episode."""
-    tokens = responses.row(row).tolist()
-    ends = [len(tokens)] if asked.paths is None else asked.paths.ends.row(row).tolist()
-    return [tokens[first:end] for first, end in zip([0, *ends[:-1]], ends, strict=True)]
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("max_paths", [1, 4])
-def test_what_is_asked_beside_a_conversation_goes_on_as_well(played: Played, max_paths: int) -> None:
-    """Turns beside it or paths, choices and several at once, of which a generation has drawn some, and begun others. An
-    episode with such turns, of which not all is kept, begins anew where its agent is gone: alike each time. Controls:
-    an agent waits for longer than `timeout_s` for the next generation, and does not fail; one that is alive does not
-    begin anew; what has ended is kept, path by path.
+def test_what_is_asked_beside_a_conversation_goes_on_as_well(played: Played) -> None:
+    """Turns beside it, choices and several at once, of which a generation has drawn some, and begun others. An episode
+    with such turns, of which not all is kept, begins anew where its agent is gone: alike each time. Controls: an agent
+    waits for longer than `timeout_s` for the next generation, and does not fail; one that is alive does not begin
+    anew; what has ended is kept.
     """
-    played.build("asking:Asking", timeout_s=LONGEST_S, max_paths=max_paths)
-    kinds = ASKED if max_paths == 1 else BRANCHED
-    first = played.first(kinds, 1)
+    played.build("asking:Asking", timeout_s=LONGEST_S)
+    first = played.first(ASKED, 1)
     left = first.left
     assert left is not None and left.episodes is not None and first.left_P is not None
     kept = left.episodes.asked
     assert not first.unused_tokens and kept is not None
-    apart_B = kept.unbridged_B if kept.paths is None else kept.paths.ends.lengths_B - 1
-    assert ((apart_B > 0) & ~left.ended_B).sum() > 2
+    assert ((kept.unbridged_B > 0) & ~left.ended_B).sum() > 2
     time.sleep(LONGEST_S + 1)
-    alive = played.second(kinds, first)
+    alive = played.second(ASKED, first)
     assert alive.episodes is not None and alive.episodes.failures_B == [None] * len(alive.responses)
     assert not alive.unused_tokens and alive.left is not None and not len(alive.left.tokens)
     assert alive.episodes.asked is not None and (alive.episodes.asked.unbridged_B >= kept.unbridged_B).all()
     for row in range(len(left.tokens)):
-        before, after = parts(left.tokens, kept, row), parts(alive.responses, alive.episodes.asked, row)
-        assert all(any(part == whole[: len(part)] for whole in after) for part in before)
+        before, after = left.tokens.row(row).tolist(), alive.responses.row(row).tolist()
+        assert before == after[: len(before)]
         assert before == after or not left.ended_B[row]
     anew = []
     for _ in range(2):
-        played.build("asking:Asking", max_paths=max_paths)
-        again = played.second(kinds, first)
+        played.build("asking:Asking")
+        again = played.second(ASKED, first)
         assert again.episodes is not None and again.episodes.failures_B == [None] * len(again.responses)
-        assert again.episodes.asked is not None
         for row in np.flatnonzero(left.ended_B).tolist():
-            assert parts(left.tokens, kept, row) == parts(again.responses, again.episodes.asked, row)
+            assert left.tokens.row(row).tolist() == again.responses.row(row).tolist()
         anew.append(arrays(again))
     assert anew[0] == anew[1] != arrays(alive)
 
