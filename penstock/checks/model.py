@@ -39,7 +39,7 @@ from penstock.engines.families.attention import (
     no_flash_kernel,
     of_other_device,
 )
-from penstock.engines.families.fp8 import refuse_device, refuse_model, refuse_unshown
+from penstock.engines.families.fp8 import refuse_device, refuse_model, refuse_one_sided
 from penstock.engines.families.images import IMAGES_ON_GPUS, NO_IMAGES_ON_GPUS, sees
 from penstock.engines.families.longest_row import longest_row
 from penstock.engines.families.routing import NO_REPLAY_ON_GPUS, REPLAY_ON_GPUS, REPLAYED
@@ -481,11 +481,11 @@ def check_fp8(config: TrainConfig) -> None:
     """Check that what is asked to compute in FP8 can; of GPUs of other machines ranks say it when they start.
 
     Raises:
-        UserError: nobody has compared it yet, or it is not for these devices or this model.
+        UserError: it is asked of trainer or rollouts alone, or it is not for these devices or this model.
     """
     if not config.in_fp8:
         return
-    refuse_unshown(config)
+    refuse_one_sided(config)
     if not any(group.hosts for group in config.groups.values()):
         gpus = visible_gpus()
         if others := [gpu_name(gpu) for gpu in gpus if not is_hopper(gpu)] if gpus else ["CPU"]:

@@ -53,7 +53,7 @@ def evaluation_config(config: TrainConfig, model: Path, reference: Path | None) 
     tree["data"] |= {"sft": None, "response": None}
     tree["actor"] |= {"lora": None, "offload_optimizer": False, "routing": "own", "expert_parallel": 1}
     tree["actor"] |= {"offload": "nothing", "offload_folder": None, "offload_activations": False, "fp8": False}
-    tree["rollout"] |= {"stream": None, "kv_cache_dtype": "auto", "weights": "auto"}  # the folder's model as it is
+    tree["rollout"] |= {"stream": None, "weights": "auto"}  # the folder's model as it is
     return EvaluationConfig.model_validate(
         tree
         | {

@@ -211,8 +211,9 @@ class TrainConfig(Recipe):
 
     @property
     def in_fp8(self) -> list[str]:
-        """Names of the settings by which the policy computes, or keeps what it computes, in FP8."""
-        return [*(["actor.fp8"] if self.actor.fp8 else []), *(f"rollout.{name}" for name in self.rollout.in_fp8)]
+        """Names of the settings by which the policy computes in FP8."""
+        chosen = {"actor.fp8": self.actor.fp8, "rollout.weights": self.rollout.weights == "fp8"}
+        return [name for name, is_chosen in chosen.items() if is_chosen]
 
     @property
     def trains(self) -> bool:

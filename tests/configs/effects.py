@@ -145,7 +145,6 @@ TRAIN = {
     "rollout.reproducible": "engines/rollout/test_decode_loop.py::test_two_engines_pull_all_prompts_once",
     "rollout.compare_every": "engines/ranks/test_logprob_gap.py::test_when_it_is_done",
     "rollout.max_logprob_gap": "engines/ranks/test_logprob_gap.py::test_a_rollout_engine_that_computes_otherwise_ends_the_run",
-    "rollout.kv_cache_dtype": f"{GENERATOR}the_kv_cache_holds_all_sequences_unless_told_otherwise",
     "rollout.weights": "engines/weights/test_fp8.py::test_vllm_computes_with_what_a_reshard_makes_of_the_actors_weights",
     "rollout.kv_cache_gib": f"{GENERATOR}the_kv_cache_holds_all_sequences_unless_told_otherwise",
     # ---- numerical faults

@@ -633,7 +633,8 @@ class InspectedWorker(Worker):
         assert self.models.generator is not None
         if self.models.rank == rank:
             for parameter in self.models.generator.model.parameters():
-                parameter.data = parameter.data + by * torch.sin(torch.arange(parameter.numel())).view(parameter.shape)
+                wave = by * torch.sin(torch.arange(parameter.numel())).view(parameter.shape)
+                parameter.data = (parameter.data.float() + wave).to(parameter.dtype)  # there is no sum in FP8
         return {}
 
     def host_shards(self, role: str) -> dict[str, Any]:

@@ -95,7 +95,6 @@ def _rates(work: Work) -> tuple[str, Sequence[float]]:
         skip_tokenizer_init=True,
         max_model_len=length,
         max_num_seqs=sequences,
-        kv_cache_dtype=config.kv_cache_dtype,
         kv_cache_memory_bytes=kv_cache_bytes(config, sequences, read_shape(work.folder), length, dtype, cuda),
         enforce_eager=not cuda,
         disable_log_stats=True,

@@ -148,11 +148,6 @@ class RolloutConfig(Section):
         "tokens whatever the number of ranks, up to rounding; slower on a GPU; null: true on CPU, false on GPU",
     )
     kv_cache_gib: float = Field(0.0, ge=0, description="KV cache of one engine, GiB; 0: chosen from free memory")
-    kv_cache_dtype: Literal["auto", "fp8"] = Field(
-        "auto",
-        description="keep keys and values in 8 bits (e4m3), on Hopper GPUs: half the memory and less to read in each "
-        "step; auto: in the weights' dtype",
-    )
     weights: Literal["auto", "fp8"] = Field(
         "auto",
         description="compute linear layers in 8 bits (e4m3, a scale for each row and token), on Hopper GPUs, with "
@@ -172,7 +167,8 @@ class RolloutConfig(Section):
     max_logprob_gap: float | None = Field(
         None,
         gt=0,
-        description="a larger mean difference of those log-probs stops the run; null: 0.1 in bfloat16, 1e-4 in float32",
+        description="a larger mean difference of those log-probs stops the run; null: 0.1 in bfloat16, 1e-4 in "
+        "float32, 0.5 in FP8",
     )
 
     @model_validator(mode="after")
@@ -229,15 +225,6 @@ class RolloutConfig(Section):
     def keeps_kv_cache(self) -> bool:
         """Whether responses that go on keep keys and values of older weights."""
         return self.stream is not None and self.stream.keep_kv_cache
-
-    @property
-    def in_fp8(self) -> list[str]:
-        """Names of the settings by which rollouts compute, or keep what they compute, in 8 bits."""
-        return [name for name in ("kv_cache_dtype", "weights") if getattr(self, name) == "fp8"]
-
-    def kv_cache_width(self, of_weight: int) -> int:
-        """Return the bytes of a number of the KV cache, where one of a weight has `of_weight`."""
-        return 1 if self.kv_cache_dtype == "fp8" else of_weight
 
     @property
     def goes_on(self) -> bool:

@@ -1,8 +1,8 @@
 """What computing in FP8 is for: for the checks before a start, which need no torch, and for ranks.
 
-Settings are `actor.fp8` (penstock/engines/kernels/fp8_blocks.py), `rollout.weights`
-(penstock/engines/rollout/fp8/weights.py) and `rollout.kv_cache_dtype`, which is vLLM's own. Left out: what other
-settings do not go with them (penstock/configs/schema.py).
+Settings are `actor.fp8` (penstock/engines/kernels/fp8_blocks.py) and `rollout.weights`
+(penstock/engines/rollout/fp8/weights.py). Left out: what other settings do not go with them
+(penstock/configs/schema.py).
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from penstock.base.errors import UserError
 from penstock.configs.schema import TrainConfig
 from penstock.engines.families.shape import ModelShape
 
-SHOWN_ON_GPUS: tuple[str, ...] = ()  # settings that were compared with bfloat16 on a GPU; until then one is refused
 ALIGNED = 16  # numbers of FP8 that a product loads at once
 IN_16_BITS = "leave it out"
 
 
-def refuse_unshown(config: TrainConfig) -> None:
-    """Raise where nobody has shown yet what a setting does on a GPU.
+def refuse_one_sided(config: TrainConfig) -> None:
+    """Raise where trainer or rollouts compute in FP8 and the others do not.
 
     Raises:
-        UserError: it is asked for.
+        UserError: one of both settings is asked for alone.
     """
-    if unshown := [name for name in config.in_fp8 if name not in SHOWN_ON_GPUS]:
-        measured = "'penstock bench update' and 'penstock bench rollout' measure it"
+    if len(config.in_fp8) == 1:
+        other = "rollout.weights=fp8" if config.actor.fp8 else "actor.fp8=true"
         raise UserError(
-            f"{' and '.join(unshown)} in FP8: on GPUs nobody has compared it with bfloat16 yet",
-            f"{IN_16_BITS}; {measured}",
+            f"{config.in_fp8[0]} in FP8 goes with {other}: log-probs of trainer and rollouts are farther apart where "
+            "one of them computes in FP8 and the other does not",
+            f"add {other}, or {IN_16_BITS}",
         )
 
 
@@ -49,16 +49,15 @@ def refuse_model(config: TrainConfig, shape: ModelShape) -> None:
     names = config.in_fp8
     if not names:
         return
-    products = names != ["rollout.kv_cache_dtype"]
     odd = [size for _, kind in shape.kinds for matrix in kind.values() for size in matrix if size % ALIGNED]
     found = {
         "has code of its own, whose layers are not known": config.model.code is not None,
-        "is a mixture of experts": products and shape.experts is not None,
+        "is a mixture of experts": shape.experts is not None,
         "sees images": bool(shape.encoder),
         "has layers that carry a state": bool(shape.family.mixers),
         "compresses keys and values": shape.latent is not None,
-        f"has matrices of {min(odd, default=0)} rows or columns, no multiple of {ALIGNED}": products and bool(odd),
-        "has other layers than attention and gated MLPs": products and not shape.explained,
+        f"has matrices of {min(odd, default=0)} rows or columns, no multiple of {ALIGNED}": bool(odd),
+        "has other layers than attention and gated MLPs": not shape.explained,
     }
     if whys := [why for why, holds in found.items() if holds]:
         raise UserError(f"{' and '.join(names)}: the model {whys[0]}, and that is not computed in FP8", IN_16_BITS)

@@ -367,7 +367,6 @@ def engine_arguments(
         "max_num_seqs": sequences,
         "cudagraph_capture_sizes": capture_sizes(sequences) if graphs else None,
         "kv_cache_memory_bytes": kv_cache,
-        "kv_cache_dtype": config.kv_cache_dtype,
         "gpu_memory_utilization": 0.05,  # only a floor that vLLM checks at its start: the KV cache is sized above
         "enforce_eager": not graphs,
         "enable_sleep_mode": sleeps,
@@ -399,8 +398,7 @@ def kv_cache_bytes(
         return int(config.kv_cache_gib * GIB)
     if shape.family.mixers and not cuda:  # blocks are as large as a state, of which the sizes do not tell
         return min(CPU_KV_CACHE_LIMIT, psutil.virtual_memory().available // 4)
-    width = config.kv_cache_width(dtype.itemsize)
-    needed = shape.kv_cache_bytes(sequences + 1, max_length, width, config.tensor_parallel, cuda)
+    needed = shape.kv_cache_bytes(sequences + 1, max_length, dtype.itemsize, config.tensor_parallel, cuda)
     if cuda:
         return min(needed, int(GPU_KV_CACHE_SHARE * torch.cuda.mem_get_info()[0]))
     return min(needed, CPU_KV_CACHE_LIMIT, psutil.virtual_memory().available // 4)

@@ -568,8 +568,7 @@ def kv_cache_bytes(config: TrainConfig, rank: Rank) -> int:
         return int(config.rollout.kv_cache_gib * GIB)
     shape, parallel, most = rank.shapes["rollout"], config.rollout.tensor_parallel, _sequences(config, rank)
     wanted = most + 1 if rank.device == "cuda" and _stays(config) else min(USEFUL_SEQUENCES, most)
-    width = config.rollout.kv_cache_width(rank.width)
-    return shape.kv_cache_bytes(wanted, _longest(config), width, parallel, rank.device == "cuda")
+    return shape.kv_cache_bytes(wanted, _longest(config), rank.width, parallel, rank.device == "cuda")
 
 
 def _route_bytes(config: TrainConfig, rank: Rank) -> int:

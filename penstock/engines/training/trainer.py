@@ -213,7 +213,7 @@ class Trainer:
             raise self._not_finite("1 optimizer step")
         count_sums(self._optimizer)
         self.engine.step()
-        self._renew_fp8()
+        self.renew_fp8()
         self.steps += 1
         grad_norm = float(self.engine.get_global_grad_norm()) if plain_norm is None else plain_norm
         self._count_skipped(grad_norm)
@@ -300,11 +300,11 @@ class Trainer:
                 for name in share.group[STATES]:
                     saved.copy_state(name, share, state[name])
             rebuild_weights(self._optimizer)
-        self._renew_fp8()
+        self.renew_fp8()
         self.steps = saved.steps
 
-    def _renew_fp8(self) -> None:
-        """Make FP8 copies of weights that have changed."""
+    def renew_fp8(self) -> None:
+        """Make the FP8 copies anew of weights that have changed."""
         if self._fp8 is not None:
             self._fp8.renew()
 

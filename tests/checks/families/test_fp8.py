@@ -16,7 +16,6 @@ from penstock.configs.evaluation import evaluation_config
 from penstock.configs.loading.load import config_from_mapping
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.model import TinyModel
-from penstock.engines.families import fp8
 from penstock.engines.families.fp8 import refuse_model
 from penstock.engines.families.shape import ExpertSizes
 from penstock.engines.families.tiny import tiny_shape
@@ -24,9 +23,9 @@ from penstock.engines.ranks.models import RankModels
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "actor.fp8": {"actor": {"fp8": True}},
-    "rollout.kv_cache_dtype": {"rollout": {"kv_cache_dtype": "fp8"}},
     "rollout.weights": {"rollout": {"weights": "fp8"}},
 }
+BOTH: dict[str, Any] = {"model": {"tiny": {}}, "actor": {"fp8": True}, "rollout": {"weights": "fp8"}}
 MODEL = tiny_shape(TinyModel())
 ELSEWHERE = {
     "groups": {"far": {"hosts": 1, "ranks": 1, "roles": ["actor", "rollout"]}},
@@ -38,22 +37,20 @@ def config_with(name: str, **sections: Any) -> TrainConfig:
     return config_from_mapping({"model": {"tiny": {}}, **SETTINGS[name], **sections}, "test")
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_only_hopper_gpus_compute_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_hopper_gpus_compute_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a start. Controls: two Hopper GPUs; machines elsewhere, whose ranks look; 16 bits."""
-    monkeypatch.setattr(fp8, "SHOWN_ON_GPUS", tuple(SETTINGS))
     monkeypatch.setattr(checks, "gpu_name", lambda gpu: f"card {gpu}")
     monkeypatch.setattr(checks, "is_hopper", lambda gpu: gpu < 2)
     for gpus, why in (([], "this is a CPU"), ([0, 2], "this is a card 2"), ([0, 1], "")):
         monkeypatch.setattr(checks, "visible_gpus", lambda gpus=gpus: gpus)
         if why:
-            with pytest.raises(UserError, match=f"{name} in FP8 is for Hopper GPUs alone, and {why}"):
-                checks.check_fp8(config_with(name))
+            with pytest.raises(UserError, match=f"in FP8 is for Hopper GPUs alone, and {why}"):
+                checks.check_fp8(config_from_mapping(BOTH, "test"))
         else:
-            checks.check_fp8(config_with(name))
+            checks.check_fp8(config_from_mapping(BOTH, "test"))
         checks.check_fp8(TrainConfig())
     monkeypatch.setattr(checks, "visible_gpus", list)
-    checks.check_fp8(config_with(name, **ELSEWHERE))
+    checks.check_fp8(config_from_mapping(BOTH | ELSEWHERE, "test"))
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -70,32 +67,31 @@ def test_a_rank_on_another_gpu_refuses(name: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_what_nobody_has_compared_on_a_gpu_is_no_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before devices are looked at, also where the others were compared. Control: 16 bits."""
-    monkeypatch.setattr(fp8, "SHOWN_ON_GPUS", tuple(other for other in SETTINGS if other != name))
+def test_a_training_computes_in_fp8_on_both_sides_or_on_none(name: str) -> None:
+    """Said before devices are looked at, with what to add. Controls: both go on to these; 16 bits."""
+    (other,) = SETTINGS.keys() - {name}
     for sections in ({}, ELSEWHERE):
-        with pytest.raises(UserError, match=f"{name} in FP8: on GPUs nobody has compared"):
+        with pytest.raises(UserError, match=f"{name} in FP8 goes with {other}=(true|fp8)") as caught:
             checks.check_fp8(config_with(name, **sections))
+        assert (caught.value.remedy or "").startswith(f"add {other}=")
+    with pytest.raises(UserError, match="actor.fp8 and rollout.weights in FP8 is for Hopper GPUs alone"):
+        checks.check_fp8(config_from_mapping(BOTH, "test"))
     checks.check_fp8(TrainConfig())
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_model_that_was_not_compared_is_refused(name: str) -> None:
-    """Mixtures, sizes and other layers are about products alone. Controls: a plain model, and each in 16 bits."""
-    products = name != "rollout.kv_cache_dtype"
+    """Controls: a plain model, and each in 16 bits."""
     cases = {
-        "is a mixture of experts": (replace(MODEL, experts=ExpertSizes(count=4, chosen=2, inner=32)), products),
-        "has matrices of 200 rows or columns": (replace(MODEL, intermediate_size=200), products),
-        "has other layers than attention": (replace(MODEL, parameters=2 * MODEL.parameters), products),
-        "sees images": (replace(MODEL, encoder=9), True),
-        "has layers that carry a state": (replace(MODEL, model_type="falcon_h1"), True),
+        "is a mixture of experts": replace(MODEL, experts=ExpertSizes(count=4, chosen=2, inner=32)),
+        "has matrices of 200 rows or columns": replace(MODEL, intermediate_size=200),
+        "has other layers than attention": replace(MODEL, parameters=2 * MODEL.parameters),
+        "sees images": replace(MODEL, encoder=9),
+        "has layers that carry a state": replace(MODEL, model_type="falcon_h1"),
     }
-    for why, (shape, refused) in cases.items():
+    for why, shape in cases.items():
         refuse_model(TrainConfig(), shape)
-        if refused:
-            with pytest.raises(UserError, match=f"{name}: the model {why}"):
-                refuse_model(config_with(name), shape)
-        else:
+        with pytest.raises(UserError, match=f"{name}: the model {why}"):
             refuse_model(config_with(name), shape)
     refuse_model(config_with(name), MODEL)
 
@@ -113,20 +109,18 @@ def test_tokens_of_policies_that_compute_otherwise_are_corrected(name: str) -> N
 
 
 def test_settings_that_do_not_go_with_it_are_named() -> None:
-    """Float32 has no such kernels, and the parts of a cut matrix other scales. Control: a cut cache is as the whole."""
+    """Float32 has no such kernels, and the parts of a cut matrix other scales. Control: these are valid alone."""
     for name in SETTINGS:
         with pytest.raises(UserError, match=f"'{name}' in FP8 does not go with 'model.dtype' float32"):
             config_with(name, model={"tiny": {}, "dtype": "float32"})
-    spread = {"tensor_parallel": 2}
+    for weights, parallel in (("auto", 2), ("fp8", 1)):
+        TrainConfig.model_validate({"rollout": {"weights": weights, "tensor_parallel": parallel}})
     with pytest.raises(ValidationError, match="needs 'rollout.tensor_parallel' 1"):
-        TrainConfig.model_validate({"rollout": {"weights": "fp8", **spread}})
-    TrainConfig.model_validate({"rollout": {"kv_cache_dtype": "fp8", **spread}})
+        TrainConfig.model_validate({"rollout": {"weights": "fp8", "tensor_parallel": 2}})
 
 
 def test_an_evaluation_by_itself_is_of_the_model_in_the_folder() -> None:
-    """In 16 bits. Control: the training whose recipe it is has all settings."""
-    config = TrainConfig.model_validate(
-        {"actor": {"fp8": True}, "rollout": {"kv_cache_dtype": "fp8", "weights": "fp8"}}
-    )
+    """In 16 bits. Control: the training whose recipe it is has both settings."""
+    config = config_from_mapping(BOTH, "test")
     assert config.in_fp8 == [*SETTINGS]
     assert evaluation_config(config, Path("model"), None).in_fp8 == []

@@ -245,8 +245,6 @@ def test_the_kv_cache_holds_all_sequences_unless_told_otherwise() -> None:
     assert size(128, 3) == 4 * block
     assert size(129, 3) == 8 * block
     assert size(129, 3, kv_cache_gib=0.25) == GIB // 4
-    assert size(129, 3, kv_cache_dtype="fp8") == 2 * block  # a byte for each number
-    assert size(129, 3, kv_cache_dtype="fp8", kv_cache_gib=0.25) == GIB // 4  # as asked for, of more tokens
     assert size(128, 3, tensor_parallel=2) == size(128, 3, tensor_parallel=4) == 2 * block
     assert size(128, 3, shape_of_weights(whole, {})) == 8 * block
     assert size(1 << 20, 256) <= CPU_KV_CACHE_LIMIT
@@ -263,7 +261,6 @@ def test_an_engine_is_started_as_the_recipe_says() -> None:
     for without in (started(0, cuda_graphs=False), started(None)):
         assert without["enforce_eager"]
         assert without["cudagraph_capture_sizes"] is None
-    assert [started(0, kv_cache_dtype=kind)["kv_cache_dtype"] for kind in ("auto", "fp8")] == ["auto", "fp8"]
     assert [started(0, tensor_parallel=ranks)["tensor_parallel_size"] for ranks in (1, 2)] == [1, 2]
 
 
