@@ -22,7 +22,7 @@ from prefect.logging import disable_run_logger
 from penstock.base.errors import UserError
 from penstock.benchmarks.reporting.result import BenchResult, medians, new_result, steady
 from penstock.benchmarks.session import describe, settings_of
-from penstock.checks.model import check_model
+from penstock.checks.model.starting_model import check_model
 from penstock.configs.schema import TrainConfig
 from penstock.engines.groups.group import EngineGroup, GroupSpec, RankDevice
 from penstock.engines.groups.machine import visible_gpus

@@ -24,7 +24,7 @@ from penstock.benchmarks.session import describe, device_count, load_recipe, rol
 from penstock.benchmarks.update import made_up_experience
 from penstock.benchmarks.workload.experience import fixed_lengths
 from penstock.checks.memory import check_memory
-from penstock.checks.model import check_model
+from penstock.checks.model.starting_model import check_model
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.run import Role
 from penstock.engines.families.shape import read_shape

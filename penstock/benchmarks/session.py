@@ -15,7 +15,7 @@ from prefect.logging import disable_run_logger
 
 from penstock.benchmarks.workload.prompts import with_prompts
 from penstock.checks.memory import GroupEstimate, check_memory, estimate_groups
-from penstock.checks.model import check_model
+from penstock.checks.model.starting_model import check_model
 from penstock.configs.loading.load import load_config
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.reward import RewardConfig

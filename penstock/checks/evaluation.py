@@ -10,7 +10,9 @@ from pathlib import Path
 
 from penstock.base.errors import UserError
 from penstock.checks.data import check_heldout
-from penstock.checks.model import check_chat, check_model, check_model_folder
+from penstock.checks.model.chat import check_chat
+from penstock.checks.model.folder import check_model_folder
+from penstock.checks.model.starting_model import check_model
 from penstock.checks.prompts import check_prompt_lengths
 from penstock.checks.training import check_environment, check_reward, check_rollout_model
 from penstock.configs.evaluation import EvaluationConfig

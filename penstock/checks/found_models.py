@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from penstock.base.model_code import code_of
 from penstock.checks.hub import moves, revision_of, snapshot
-from penstock.checks.model_code import check_noted
+from penstock.checks.model.own_code import check_noted
 from penstock.checks.registered import is_alias, registered
 from penstock.configs.preference import PairConfig
 from penstock.configs.schema import TrainConfig

@@ -4,7 +4,7 @@ A folder of that name wins. No network is asked unless `HF_HUB_OFFLINE=0` says s
 cache. A run keeps the folder of the snapshot, whose name is the commit, so a resume asks nobody and starts from what it
 started from. Weights are taken as safetensors alone, and code of the model's where it is trusted.
 
-Left out: models that are registered (registered.py), and what a folder must hold (model.py).
+Left out: models that are registered (registered.py), and what a folder must hold (model/folder.py).
 """
 
 from __future__ import annotations

@@ -16,13 +16,9 @@ import psutil
 from penstock.base.errors import UserError
 from penstock.base.files import check_possible
 from penstock.base.nameless_files import NAME_ANOTHER, check_on_disk
-from penstock.checks.model import (
-    check_expert_parallel,
-    check_heads,
-    check_tensor_parallel,
-    shape_of,
-    takes_float32,
-)
+from penstock.checks.model.attention import takes_float32
+from penstock.checks.model.parallel import check_expert_parallel, check_heads, check_tensor_parallel
+from penstock.checks.model.shape import shape_of
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.run import Role
 from penstock.configs.sections.trainer import SftConfig, TogetherConfig, TrainerConfig
@@ -201,7 +197,7 @@ def check_sequence_parallel(
         role: whose group it is trained in.
 
     Raises:
-        UserError: they do not, or see `penstock.checks.model.check_heads`.
+        UserError: they do not, or see `penstock.checks.model.parallel.check_heads`.
     """
     if not isinstance(trainer, TogetherConfig):
         return

@@ -8,7 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.base.errors import UserError
-from penstock.checks.model import check_chat, check_model, check_one_label, check_targets, refuse_sight
+from penstock.checks.model.adapters import check_targets
+from penstock.checks.model.chat import check_chat
+from penstock.checks.model.folder import check_one_label
+from penstock.checks.model.images import refuse_sight
+from penstock.checks.model.starting_model import check_model
 from penstock.configs.preference import PairConfig, RewardModelConfig
 from penstock.configs.sections.run import names_of_trackers
 from penstock.data.preference import check_columns

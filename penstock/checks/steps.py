@@ -18,7 +18,7 @@ import pandas as pd
 
 from penstock.base.errors import UserError
 from penstock.checks.memory import checkpoint_bytes, model_bytes
-from penstock.checks.model import shape_of
+from penstock.checks.model.shape import shape_of
 from penstock.configs.preference import PairConfig, PreferenceConfig
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.trainer import SftConfig

@@ -12,19 +12,15 @@ from penstock.base.errors import UserError
 from penstock.checks.data import check_agents, check_pairs, check_prompt_selection, check_prompts
 from penstock.checks.dataflow import load_dataflow
 from penstock.checks.memory import GroupEstimate, check_memory
-from penstock.checks.model import (
-    check_chat,
-    check_corrections,
-    check_fp8,
-    check_head_size,
-    check_longest_row,
-    check_model,
-    check_model_folder,
-    check_router_loss,
-    check_routing,
-    check_targets,
-)
-from penstock.checks.model_code import check_served_code
+from penstock.checks.model.adapters import check_targets
+from penstock.checks.model.attention import check_head_size
+from penstock.checks.model.chat import check_chat
+from penstock.checks.model.folder import check_model_folder
+from penstock.checks.model.fp8 import check_fp8
+from penstock.checks.model.longest_row import check_longest_row
+from penstock.checks.model.mixtures import check_corrections, check_router_loss, check_routing
+from penstock.checks.model.own_code import check_served_code
+from penstock.checks.model.starting_model import check_model
 from penstock.checks.prompts import check_prompt_lengths, read_prompts
 from penstock.checks.registered import check_registering
 from penstock.configs.schema import TrainConfig

@@ -12,7 +12,8 @@ from typing import Any
 
 from penstock.base.errors import UserError
 from penstock.base.model_code import Code
-from penstock.checks.model import check_model_folder, refuse_head_size
+from penstock.checks.model.attention import refuse_head_size
+from penstock.checks.model.folder import check_model_folder
 from penstock.doctor.diagnosis import Diagnosis
 from penstock.engines.families.logits import logit_rule
 from penstock.engines.families.longest_row import longest_row

@@ -6,6 +6,7 @@ Left out: the asking (penstock/session/rollout/generation.py), and which prompts
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -72,7 +73,9 @@ class Round:
         drawn: how many of them, the last ones, nobody has drawn before.
         wanted: how many of them make the batch; None: all.
         resting: prompts that wait for a later round.
+        again: how many of them, before those that are drawn, begin anew where others go on.
         required: how many of them, the first ones, make the batch in any case.
+        last_chance: how many after those rest afterwards unless they make the batch: what they have is dropped.
         goes_on: whether a later round goes on with what there is of responses to the others, as this one does with
             what an earlier one has left.
         together: how many of them are under way at a time; None: as many as there is room for.
@@ -82,7 +85,9 @@ class Round:
     drawn: int
     wanted: int | None
     resting: tuple[Deferred, ...] = ()
+    again: int = 0
     required: int = 0
+    last_chance: int = 0
     goes_on: bool = False
     together: int | None = None
 
@@ -93,8 +98,8 @@ class Round:
 
     @property
     def begun_before(self) -> tuple[Deferred, ...]:
-        """Those that have been drawn before."""
-        return self.begun[: len(self.begun) - self.drawn]
+        """Those that an earlier round has left, where this one goes on with them."""
+        return self.begun[: len(self.begun) - self.drawn - self.again]
 
     def left(self, answered: Sequence[int]) -> tuple[Deferred, ...]:
         """Return the prompts that were begun and wait afterwards, in the order of the engines.
@@ -102,8 +107,12 @@ class Round:
         Args:
             answered: positions of the prompts that make the batch.
         """
-        taken = set(answered)
-        return tuple(prompt for position, prompt in enumerate(self.begun) if position not in taken)
+        taken, last = set(answered), range(self.required, self.required + self.last_chance)
+        return tuple(
+            dataclasses.replace(prompt, rests=True) if position in last else prompt
+            for position, prompt in enumerate(self.begun)
+            if position not in taken
+        )
 
     def waiting(self, answered: Sequence[int]) -> tuple[Deferred, ...]:
         """Return all prompts that wait afterwards, those that were drawn first before others."""

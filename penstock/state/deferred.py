@@ -19,6 +19,8 @@ class Deferred:
         row: of the table of training prompts.
         since: the iteration that has drawn it.
         begun: how often its responses were begun from their first tokens.
+        again: the iteration that has begun them anew, where others go on (`rollout.carry.max_wait`); 0: none.
+        rests: whether it is to be begun anew there, and does not go on.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -26,3 +28,15 @@ class Deferred:
     row: int
     since: int
     begun: int = 1
+    again: int = 0
+    rests: bool = False
+
+    def as_row(self) -> list[int]:
+        """Return its values as JSON has them; the last two only where they say something."""
+        row = [self.row, self.since, self.begun]
+        return [*row, self.again, self.rests] if self.again or self.rests else row
+
+    @property
+    def begun_in(self) -> int:
+        """The iteration that has begun its responses, or begun them anew where others go on."""
+        return self.again or self.since

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.base.errors import UserError
-from penstock.checks import memory, model
-from penstock.configs.evaluation import evaluation_config
+from penstock.checks import memory
+from penstock.checks.model import attention
 from penstock.configs.schema import TrainConfig
 from penstock.engines.sizing.memory import GIB
 
@@ -67,28 +66,13 @@ def test_float32_is_no_way_out_where_it_is_refused(compared: bool, monkeypatch: 
     monkeypatch.setattr(memory, "visible_gpus", lambda: [0])
     monkeypatch.setattr(memory, "free_gpu_bytes", lambda gpu: 64 * GIB)
     monkeypatch.setattr(memory, "has_gated_mlp", lambda gpu: False)
-    monkeypatch.setattr(model, "FLEX_COMPARED", compared)
+    monkeypatch.setattr(attention, "FLEX_COMPARED", compared)
     for optimizer in ("adamw", "muon"):
         with pytest.raises(UserError, match=r"actor\.zero_stage=0 is for float32") as refused:
             memory.check_memory(_config("auto", actor={"zero_stage": 0, "optimizer": {"name": optimizer}}))
         assert ("model.dtype=float32" in refused.value.remedy) == compared
         assert compared or "actor.zero_stage=1" in refused.value.remedy
     assert ("optimizer.name=adamw" in refused.value.remedy) != compared
-
-
-@pytest.mark.parametrize("role", ["actor", "critic", "sft"])
-def test_an_optimizer_whose_package_is_not_installed_is_refused(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the command that installs it. Controls: it is installed; the optimizer is torch's; nothing is trained."""
-    sections: dict[str, Any] = {"model": {"tiny": {}}, "algorithm": {"name": "ppo"}}
-    eight = {"zero_stage": 0, "optimizer": {"name": "adamw8bit"}}
-    config = TrainConfig.model_validate(sections | {role: eight})
-    model.check_model(config)
-    monkeypatch.setattr(model, "find_spec", lambda package: None)
-    with pytest.raises(UserError, match="adamw8bit needs the package bitsandbytes") as refused:
-        model.check_model(config)
-    assert "pip install 'bitsandbytes>=0.50'" in refused.value.remedy
-    model.check_model(TrainConfig.model_validate(sections))
-    model.check_model(evaluation_config(config, Path(), None).model_copy(update={"model": config.model}))
 
 
 @pytest.mark.parametrize("host_gib", [1, 64])

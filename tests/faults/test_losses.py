@@ -11,7 +11,9 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -20,8 +22,11 @@ import pytest
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.configs.loading.load import load_config
+from penstock.engines.groups import placement
 from penstock.engines.groups.group import LostTooOften, RankLost
+from penstock.engines.groups.spec import GroupSpec
 from penstock.flows.train import train
+from penstock.session import session
 from penstock.session.rollout.carried import POLICY_VERSIONS
 from penstock.session.session import AHEAD, Session
 from penstock.state.events import read_events
@@ -157,6 +162,14 @@ RECIPES = {
         "algorithm.correction={proximal: rollout}",
         "actor.lora={rank: 4, alpha: 8}",
     ),
+    "carry that puts off": (
+        "sft=null",
+        "model.tiny.max_positions=128",
+        "rollout.max_response_tokens=100",
+        "rollout.ignore_eos=true",
+        "rollout.carry={extra: 0.5, staleness: 1, max_wait: 2}",
+        "algorithm.mini_batches=2",
+    ),
     "carry of episodes": (
         "sft.steps=10",
         "sft.batch=32",
@@ -192,6 +205,9 @@ RECIPES = {
         "data.sampler={name: adaptive, half_life: 5}",
     ),
 }
+
+
+WORKERS = {"carry that puts off": "tests.faults.uneven_rank:ShortUnevenWorker"}  # of other ranks than the engines' own
 
 
 @dataclass(frozen=True)
@@ -329,11 +345,23 @@ def run_of(prefect_harness: None, tmp_path_factory: pytest.TempPathFactory) -> C
     def run(name: str, recipe: str, *changes: str, blows: Sequence[Blow] = ()) -> RunFolder:
         with pytest.MonkeyPatch.context() as patch, blows_falling(blows):
             patch.chdir(ROOT)
+            place_workers(patch, recipe)
             config = load_config(ROOT / "configs" / "careless.yaml", [*SMALL, *RECIPES[recipe], *changes])
             train(config, run_folder=str(folder / name))
         return RunFolder(folder / name)
 
     return run
+
+
+def place_workers(patch: pytest.MonkeyPatch, recipe: str) -> None:
+    """Let ranks be of the recipe's own worker, if it has one."""
+    if recipe in WORKERS:
+        patch.setattr(session, "place", partial(placed, worker=WORKERS[recipe]))
+
+
+def placed(*arguments: Any, worker: str) -> list[GroupSpec]:
+    """Return the groups of a training, with ranks of another worker."""
+    return [replace(spec, worker=worker) for spec in placement.place(*arguments)]
 
 
 @pytest.fixture(scope="module")
@@ -431,10 +459,11 @@ def carried(run: RunFolder, number: int) -> list[object]:
     return found
 
 
-def resume(run: RunFolder) -> None:
+def resume(run: RunFolder, recipe: str = "") -> None:
     """Resume a training in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
+        place_workers(patch, recipe)
         train(resume=str(run.path))
 
 
@@ -480,7 +509,8 @@ def test_prompts_that_wait_outlast_a_training_that_ends_and_is_resumed(
     ("recipe", "staleness"),
     [
         pytest.param("carry of ppo", 1, marks=pytest.mark.exhaustive),
-        ("carry of lora", 2),
+        pytest.param("carry of lora", 2, marks=pytest.mark.exhaustive),
+        ("carry that puts off", 1),
         pytest.param("carry of episodes", 2, marks=pytest.mark.exhaustive),
         pytest.param("carry of agents", 2, marks=pytest.mark.exhaustive),
     ],
@@ -498,11 +528,14 @@ def test_responses_that_go_on_outlast_a_training_that_ends_and_is_resumed(
     assert of_several[0] == 0 and sum(of_several) > 3
     ages = [record["metrics"]["rollout/staleness_max"] for record in read_metrics(alone)[1:]]
     assert max(ages) <= staleness
+    if "max_wait" in str(RECIPES[recipe]):
+        put_off = [record["metrics"]["rollout/put_off"] for record in read_metrics(alone)[1:]]
+        assert put_off[0] == 0 < put_off[1]
     with pytest.raises(RankLost):
         run_of(f"{recipe}, ended", recipe, "engine.restarts=0", blows=[Blow("update_actor", "3/")])
     run = RunFolder(alone.path.with_name(f"{recipe}, ended"))
     assert len(read_manifest(run).progress.deferred) == 4
-    resume(run)
+    resume(run, recipe)
     assert_equal(run, alone)
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, Qwen2Config
 
 from penstock.base.errors import UserError
 from penstock.checks import memory
-from penstock.checks.model import check_model_folder
+from penstock.checks.model.folder import check_model_folder
 from penstock.checks.preferences import check_preferences
 from penstock.configs.preference import PreferenceConfig, RewardModelConfig
 from penstock.data.prompts import encode_texts

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from penstock.base.errors import UserError
 from penstock.base.model_code import check_covered, code_of, own_classes
 from penstock.base.ragged import Ragged
-from penstock.checks.model import check_model_folder
+from penstock.checks.model.folder import check_model_folder
 from penstock.data.tokenizer import load_tokenizer
 from penstock.engines.models.model_folder import load_folder
 from penstock.state.digests import signed

@@ -13,8 +13,9 @@ import pytest
 from prefect.logging import disable_run_logger
 
 from penstock.base.errors import UserError
-from penstock.checks import memory, model
+from penstock.checks import memory
 from penstock.checks.memory import NOWHERE
+from penstock.checks.model import attention
 from penstock.configs.schema import TrainConfig
 from penstock.data.source import rows_of
 from penstock.session import opening
@@ -191,7 +192,7 @@ def test_a_folder_that_nobody_named_has_the_name_of_its_kind(tmp_path: Path) -> 
 
 def test_heads_that_a_rollout_cannot_compute_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the flow itself, which a form on a server starts, and in a resume. Controls: heads of 32; a GPU; `sft`."""
-    monkeypatch.setattr(model, "visible_gpus", lambda: [])
+    monkeypatch.setattr(attention, "visible_gpus", lambda: [])
     small, right = (
         TrainConfig.model_validate(
             {
@@ -214,7 +215,7 @@ def test_heads_that_a_rollout_cannot_compute_are_refused(tmp_path: Path, monkeyp
     with pytest.raises(UserError, match=said):
         looked_at(kind, Resume(run.path))
     SFT.check(small)
-    monkeypatch.setattr(model, "visible_gpus", lambda: [0])
+    monkeypatch.setattr(attention, "visible_gpus", lambda: [0])
     assert looked_at(kind, Resume(run.path)) == small
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.checks.model import check_model_folder
+from penstock.checks.model.folder import check_model_folder
 from penstock.configs.schema import TrainConfig
 from penstock.engines.commands.build import MakeTiny
 from penstock.engines.models.tiny import make_tiny_model

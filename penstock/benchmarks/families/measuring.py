@@ -37,7 +37,7 @@ from penstock.benchmarks.families.pictures import pictures_for
 from penstock.benchmarks.reporting.result import BenchResult, new_result
 from penstock.benchmarks.workload.experience import lognormal_lengths, write_experience
 from penstock.benchmarks.workload.families import FAMILIES, write_family
-from penstock.checks.model import check_model_folder
+from penstock.checks.model.folder import check_model_folder
 from penstock.configs.schema import TrainConfig
 from penstock.engines.commands.build import Build, Built
 from penstock.engines.commands.checkpoint import Export

@@ -213,6 +213,39 @@ def scheduler(
 
 
 @app.command()
+def speculation(
+    model: Annotated[Path, typer.Argument(help="model folder, e.g. models/random-1.5b")],
+    rows: Annotated[
+        list[int], typer.Option(min=1, help="sequences for which is drafted; several times for several numbers")
+    ] = [1, 4, 16, 64],  # noqa: B006 - Typer copies it
+    batch: Annotated[int, typer.Option(min=1, help="sequences of a full batch, for which is not drafted")] = 512,
+    drafts: Annotated[int, typer.Option(min=1, help="tokens for each sequence and step")] = 4,
+    prompt: Annotated[int, typer.Option(min=1, help="tokens of a prompt")] = 64,
+    response: Annotated[int, typer.Option(min=4, help="tokens of a response")] = 256,
+    out: Out = None,
+) -> None:
+    """What a decoding step takes with few sequences and with drafts, and from how many accepted ones these pay."""
+    from penstock.benchmarks.speculation.measuring import measure
+
+    sizes = {"batch": batch, "drafts": drafts, "prompt": prompt, "response": response}
+    result = measure(model, command(), rows=rows, **sizes)
+    _finish(result, out, ("way", "text", "rows", "step_s", "tokens_per_s", "drafted", "accepted", "same_tokens"))
+
+
+@app.command()
+def drafts(
+    experience: Annotated[Path, typer.Argument(help="of a run, e.g. runs/NAME/experience/000001.parquet")],
+    left: Annotated[int, typer.Option(min=1, help="responses that are left when drafting begins")] = 16,
+    tokens: Annotated[int, typer.Option(min=1, help="drafts for each response and step")] = 4,
+    out: Out = None,
+) -> None:
+    """How many drafted tokens the last responses of a run's rollout would have had accepted; no engine."""
+    from penstock.benchmarks.speculation.tail import measure
+
+    _finish(measure(experience, command(), left=left, drafts=tokens), out)
+
+
+@app.command()
 def replies(
     recipe: Recipe,
     overrides: Overrides = None,

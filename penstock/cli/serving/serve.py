@@ -28,8 +28,8 @@ from pathlib import Path
 
 from penstock.base.errors import UserError
 from penstock.base.interrupts import interrupts_deferred
-from penstock.checks.model import check_served_alone, check_served_images
-from penstock.checks.model_code import check_own_code
+from penstock.checks.model.own_code import check_own_code
+from penstock.checks.model.served import check_served_alone, check_served_images
 from penstock.cli.prefect.server import end_with_this_process
 from penstock.engines.families.architecture import classifies
 from penstock.engines.families.shape import read_settings

@@ -68,6 +68,20 @@ class CarryConfig(Section):
     staleness: PositiveInt = Field(
         2, description="updates that the policy may have had since a token of the batch was sampled, at most"
     )
+    max_wait: PositiveInt | None = Field(
+        None,
+        description="put prompts off that are not complete by then, and begin them anew together once the first has "
+        "waited for so many iterations; null: wait for them",
+    )
+
+    @model_validator(mode="after")
+    def _waits(self) -> Self:
+        if self.max_wait is not None and self.max_wait <= self.staleness:
+            raise ValueError(
+                f"'max_wait' ({self.max_wait}) has to exceed 'staleness' ({self.staleness}): a prompt is put off when "
+                "it has been under way for as many iterations as that"
+            )
+        return self
 
 
 class StreamConfig(Section):
@@ -240,6 +254,11 @@ class RolloutConfig(Section):
         if self.stream is not None:
             return max(0, self.stream.staleness - 1)
         return 0 if self.carry is None else self.carry.staleness
+
+    @property
+    def max_wait(self) -> int | None:
+        """Iterations after which prompts are begun anew that were too long to go on; None: they are waited for."""
+        return None if self.carry is None else self.carry.max_wait
 
     @property
     def prompts_under_way(self) -> int:

@@ -136,6 +136,26 @@ def turn_every_head_on_cpu() -> None:
     kind.forward_cpu = rotate
 
 
+def sample_drafted_tokens_on_cpu() -> None:
+    """Let vLLM's verification of drafts on CPUs know the temperatures.
+
+    What it takes in place of a Triton kernel there (0.32) spreads them over the drafts in a copy of theirs, and samples
+    with what the memory happens to hold.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    replaced: Any = rejection_sampler
+    replaced.expand_batch_to_tokens = _spread
+
+
+def _spread(
+    values_B: torch.Tensor, ends_B: torch.Tensor, tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Return each sequence's value once for each of its tokens, of which there are `ends_B` up to its last."""
+    spread_T = values_B.repeat_interleave(torch.diff(ends_B, prepend=ends_B.new_zeros(1)).long(), output_size=tokens)
+    return torch.where(spread_T == replace_from, torch.full_like(spread_T, replace_to), spread_T)
+
+
 def keep_cpu_engines_off_shared_memory() -> None:
     """Let the ranks of a CPU engine speak through torch.distributed.
 

@@ -29,11 +29,10 @@ from penstock.engines.commands.rollout import (
     CarriedEpisodes,
     CarriedResponses,
     EngineResponses,
-    Paths,
 )
 from penstock.session.session import Training
 from penstock.state.deferred import Deferred
-from penstock.state.experience import PATHS, column_names, read_columns, write_columns
+from penstock.state.experience import column_names, read_columns, write_columns
 from penstock.state.run_folder import RunFolder
 
 ROW = "row"  # column: of the response's prompt, in the table of prompts
@@ -96,8 +95,7 @@ def _read(path: Path) -> CarriedResponses:
 def _episodes_in(columns: Mapping[str, Any]) -> CarriedEpisodes:
     asked = None
     if "unbridged" in columns:
-        paths = Paths(*(columns[name] for name in PATHS)) if PATHS[0] in columns else None
-        asked = Asked(columns["prompt_tokens"], list(columns["prompt"]), columns["unbridged"], paths)
+        asked = Asked(columns["prompt_tokens"], list(columns["prompt"]), columns["unbridged"])
     return CarriedEpisodes(
         seeds_B=columns["seed"],
         loss_mask_T=columns["loss_mask"].values_T,
@@ -148,10 +146,8 @@ def _asked_columns(episodes: CarriedEpisodes) -> dict[str, Any]:
     """Return the columns that agents' episodes have besides."""
     if episodes.asked is None:
         return {}
-    asked, paths = episodes.asked, episodes.asked.paths
-    parts = {} if paths is None else dict(zip(PATHS, (paths.ends, paths.prompts, paths.prompt_ends), strict=True))
-    known = {} if episodes.known_B is None else {"known": episodes.known_B}
-    return {"prompt_tokens": asked.prompts, "prompt": asked.texts_B, "unbridged": asked.unbridged_B, **parts, **known}
+    asked, known = episodes.asked, {} if episodes.known_B is None else {"known": episodes.known_B}
+    return {"prompt_tokens": asked.prompts, "prompt": asked.texts_B, "unbridged": asked.unbridged_B, **known}
 
 
 def logprobs_of(responses: CarriedResponses) -> Ragged:
@@ -195,6 +191,13 @@ def left_over(
             parts.append(answer.left)
     wanted = [first_rows[at] + sample if at in first_rows else 0 for at in unanswered_P for sample in range(samples)]
     return taken(parts, np.asarray(wanted, np.int64))
+
+
+def of_prompts(left: CarriedResponses, positions: Sequence[int], prompts: int) -> CarriedResponses:
+    """Return what there is of responses to those at these positions, of so many prompts."""
+    samples = len(left.tokens) // max(1, prompts)
+    rows_B = np.asarray(positions, np.int64).repeat(samples) * samples + np.tile(np.arange(samples), len(positions))
+    return taken([left], rows_B)
 
 
 def not_begun(responses: int, environment: bool) -> CarriedResponses:
@@ -249,31 +252,19 @@ def _engines_of(part: CarriedEpisodes) -> np.ndarray:
 
 def _taken_asked(parts: Sequence[CarriedEpisodes], rows_B: np.ndarray) -> Asked | None:
     """Return what agents bring at some rows of all parts; nothing of episodes that have not begun."""
-    given = [part.asked for part in parts if part.asked is not None]
-    if not given:
+    if all(part.asked is None for part in parts):
         return None
-    several = any(asked.paths is not None for asked in given)
-    asked = [part.asked or _nothing_asked(len(part.seeds_B), several) for part in parts]
+    asked = [part.asked or _nothing_asked(len(part.seeds_B)) for part in parts]
     texts = [text for part in asked for text in part.texts_B]
-    paths = [part.paths for part in asked if part.paths is not None]
     return Asked(
         Ragged.concatenated([part.prompts for part in asked]).take(rows_B),
         [texts[row] for row in rows_B.tolist()],
         np.concatenate([part.unbridged_B for part in asked])[rows_B],
-        Paths(
-            *(
-                Ragged.concatenated(columns).take(rows_B)
-                for columns in zip(*((part.ends, part.prompts, part.prompt_ends) for part in paths), strict=True)
-            )
-        )
-        if paths
-        else None,
     )
 
 
-def _nothing_asked(episodes: int, several: bool) -> Asked:
-    none, one = Ragged.of([[]] * episodes, np.int32), Ragged.of([[0]] * episodes, np.int32)
-    return Asked(none, [""] * episodes, np.zeros(episodes, np.int64), Paths(one, none, none) if several else None)
+def _nothing_asked(episodes: int) -> Asked:
+    return Asked(Ragged.of([[]] * episodes, np.int32), [""] * episodes, np.zeros(episodes, np.int64))
 
 
 def staleness_figures(policy_version: int, versions: Ragged | None, loss_mask: Ragged) -> dict[str, float]:

@@ -13,11 +13,13 @@ What was sampled for prompts that then wait is lost: at staleness 0 the next pol
 iteration it has: where refused groups are to be replaced, a further round goes on with it.
 
 Carry: every round goes on with what the one before has left, and has as many new prompts as that has taken. As many
-are under way as make a batch, and with an environment, whose answers take time, all. The first to have all their
-responses make the batch; so do, in any case, those that were begun as many updates ago as staleness may be. Nothing is
-lost, and tokens are of several policies (partial rollouts of Kimi k1.5, Kimi team 2025, arXiv 2501.12599; with whole
-groups only). A rollout that begins before the update on the one before (`rollout.stream.staleness`) is such a round,
-whose first tokens are one update older.
+are under way as make a batch; with an environment, whose answers take time, and with `max_wait`, all. The first to have
+all their responses make the batch; so do, in any case, those that were begun as many updates ago as staleness may be.
+Nothing is lost, and tokens are of several policies (partial rollouts of Kimi k1.5, Kimi team 2025, arXiv 2501.12599;
+with whole groups only). With `max_wait` nobody waits for these: they are put off as with a tail, and begun anew with
+others that were. So the longest responses share a few rounds, which alone wait for them, and the more are under
+way, the fewer decoding steps a round has. A rollout that begins before the update on the one before
+(`rollout.stream.staleness`) is such a round, whose first tokens are one update older.
 
 Left out: the engines' part (penstock/engines/rollout/quota.py), what is kept of responses (carried.py).
 """
@@ -84,7 +86,7 @@ def further_round(
         UserError: as `penstock.session.rollout.draw.draw`.
     """
     if training.config.rollout.goes_on:
-        begun, resting = waiting, tuple[Deferred, ...]()
+        begun, resting = _going_on(waiting)
     else:
         begun = tuple(prompt for prompt in waiting if prompt.since == iteration)
         resting = tuple(prompt for prompt in waiting if prompt.since < iteration)
@@ -94,13 +96,44 @@ def further_round(
 
 
 def _round_that_goes_on(training: Training, iteration: int, progress: Progress) -> Round:
-    config, old = training.config.rollout, progress.deferred
-    more = config.prompts_begun - len(old)
-    begun = (*old, *_new(training, iteration, progress.prompt_cursor, more))
-    required = sum(iteration - prompt.since >= config.rounds_under_way for prompt in old)
-    together = config.prompts if training.config.environment is None else None  # environments take their time
-    wanted = config.prompts if len(begun) > config.prompts else None
-    return Round(begun, more, wanted, required=required, goes_on=True, together=together)
+    config, environment = training.config.rollout, training.config.environment
+    old, resting = _going_on(progress.deferred)
+    at_last = [prompt for prompt in old if iteration - prompt.begun_in >= config.rounds_under_way]
+    required = len(at_last) if config.max_wait is None else sum(prompt.again > 0 for prompt in at_last)
+    turn, resting = _begun_anew(config, iteration, resting)
+    more = config.prompts_begun - len(old) - len(turn)
+    begun = (*old, *turn, *_new(training, iteration, progress.prompt_cursor, more))
+    return Round(
+        begun,
+        more,
+        config.prompts if len(begun) > config.prompts else None,
+        resting,
+        again=len(turn),
+        required=required,
+        last_chance=len(at_last) - required,
+        goes_on=True,
+        together=None if environment or config.max_wait is not None else config.prompts,
+    )
+
+
+def _going_on(waiting: Sequence[Deferred]) -> tuple[tuple[Deferred, ...], tuple[Deferred, ...]]:
+    """Return the prompts that are under way, and those that rest.
+
+    Those begun first come first, and of these those that may rest no more: this is the order in which they are left.
+    """
+    old = sorted((one for one in waiting if not one.rests), key=lambda one: (one.begun_in, not one.again))
+    return tuple(old), tuple(one for one in waiting if one.rests)
+
+
+def _begun_anew(
+    config: RolloutConfig, iteration: int, resting: tuple[Deferred, ...]
+) -> tuple[tuple[Deferred, ...], tuple[Deferred, ...]]:
+    """Return the prompts that rest and have their turn, as they are begun anew, and those that rest on."""
+    waited = config.max_wait is not None and any(iteration - one.since >= config.max_wait for one in resting)
+    if not waited and len(resting) < config.prompts:
+        return (), resting
+    turn = resting[: config.prompts]
+    return tuple(replace(one, again=iteration, rests=False, begun=one.begun + 1) for one in turn), resting[len(turn) :]
 
 
 def _new(training: Training, iteration: int, cursor: int, count: int) -> list[Deferred]:
@@ -148,11 +181,17 @@ def round_figures(
         return {}
     begun = len(this_round.begun)
     long = {} if config.tail is None else {"rollout/long_round": float(this_round.wanted is None)}
-    return long | {
-        "rollout/prompts_drawn": float(this_round.drawn),
-        "rollout/deferred_share": 1 - (this_round.wanted or begun) / begun,
-        **waiting_figures(iteration, experience, unused_tokens),
-    }
+    put_off = sum(prompt.rests for prompt in experience.deferred) - len(this_round.resting)
+    rested = {} if config.max_wait is None else {"rollout/put_off": float(put_off)}
+    return (
+        long
+        | rested
+        | {
+            "rollout/prompts_drawn": float(this_round.drawn),
+            "rollout/deferred_share": 1 - (this_round.wanted or begun) / begun,
+            **waiting_figures(iteration, experience, unused_tokens),
+        }
+    )
 
 
 def waiting_figures(iteration: int, experience: ExperienceRef, unused_tokens: int) -> dict[str, float]:

@@ -21,8 +21,8 @@ from penstock.base.errors import UserError
 from penstock.checks.evaluation import WITHOUT_KL, check_evaluation
 from penstock.checks.found_models import with_code
 from penstock.checks.hub import snapshot
-from penstock.checks.model import check_served_alone, check_served_images
-from penstock.checks.model_code import check_noted, check_own_code
+from penstock.checks.model.own_code import check_noted, check_own_code
+from penstock.checks.model.served import check_served_alone, check_served_images
 from penstock.configs.evaluation import EvaluationConfig, evaluation_config, roles_of
 from penstock.configs.loading.load import load_config
 from penstock.configs.schema import TrainConfig

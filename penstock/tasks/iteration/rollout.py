@@ -29,6 +29,7 @@ from penstock.session.rollout.carried import (
     begun_before,
     is_kept,
     keep_carried,
+    of_prompts,
     staleness_figures,
 )
 from penstock.session.rollout.draw import draws_by_rewards
@@ -352,17 +353,20 @@ def sampled_with(training: Training, settings: Settings, this_round: Round) -> d
 def what_is_left(training: Training, iteration: int, this_round: Round, responses: Responses) -> dict[str, Any]:
     """Return which prompts make the batch, which wait, and what was sampled for these, as JSON; nothing of all.
 
-    What there is of responses to those that were begun is written for the next rollout that goes on with it.
+    What there is of responses to those that go on is written for the next rollout.
     """
     answered = responses.answered_P.tolist()
     waiting = this_round.waiting(answered)
     if this_round.wanted is None and not waiting:
         return {}
-    rows = [list(dataclasses.astuple(prompt)) for prompt in waiting]
-    carried = {}
+    rows = [prompt.as_row() for prompt in waiting]
+    carried, unused = {}, responses.unused_tokens + _lost_if_left(training, responses.left)
     if responses.left is not None:
-        carried[CARRIED] = keep_carried(training.run, iteration, responses.left, this_round.left(answered))
-    unused = responses.unused_tokens + _lost_if_left(training, responses.left)
+        left = this_round.left(answered)
+        going_on = [position for position, prompt in enumerate(left) if not prompt.rests]
+        kept = of_prompts(responses.left, going_on, len(left))
+        unused += len(responses.left.tokens.values_T) - len(kept.tokens.values_T)
+        carried[CARRIED] = keep_carried(training.run, iteration, kept, [left[position] for position in going_on])
     return {ANSWERED: answered, WAITING: rows, UNUSED: unused, **carried}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
-from penstock.checks.model_code import check_noted
+from penstock.checks.model.own_code import check_noted
 from penstock.configs.loading.load import config_from_mapping
 from penstock.configs.schema import TrainConfig
 from penstock.session.registry.judgement import check_comparable

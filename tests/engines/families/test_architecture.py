@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.benchmarks.workload.families import write_family
-from penstock.checks.model import check_model_folder
+from penstock.checks.model.folder import check_model_folder
 from penstock.data.tokenizer import make_byte_tokenizer
 from penstock.engines.batches.packing import Rows, pack
 from penstock.engines.families.images import of_decoder
@@ -218,8 +218,8 @@ def test_a_row_beyond_which_others_would_change_is_refused(
 
 def test_capped_scores_are_refused_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything starts, until they are compared there. Control: without a cap the same family is not."""
-    monkeypatch.setattr("penstock.checks.model.FLEX_COMPARED", False)
-    monkeypatch.setattr("penstock.checks.model.visible_gpus", lambda: ["0"])
+    monkeypatch.setattr("penstock.checks.model.kernels.FLEX_COMPARED", False)
+    monkeypatch.setattr("penstock.checks.model.kernels.visible_gpus", lambda: ["0"])
     free = write_model(tmp_path / "free", "Gemma2Config", {**HEADS, "attn_logit_softcapping": None})
     check_model_folder(free, "model.path")
     with pytest.raises(UserError, match="nobody has compared"):
@@ -297,14 +297,14 @@ def test_what_is_compared_on_a_cpu_alone_is_refused_where_there_is_a_gpu(
     family: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything starts, until it is compared there. Controls: without a GPU it is not, nor afterwards."""
-    monkeypatch.setattr("penstock.checks.model.FLEX_COMPARED", False)
+    monkeypatch.setattr("penstock.checks.model.kernels.FLEX_COMPARED", False)
     folder = write_model(tmp_path, family, GOOD[family])
     check_model_folder(folder, "model.path")
-    monkeypatch.setattr("penstock.checks.model.visible_gpus", lambda: ["0"])
+    monkeypatch.setattr("penstock.checks.model.kernels.visible_gpus", lambda: ["0"])
     with pytest.raises(UserError, match=f"{what}.*nobody has compared"):
         check_model_folder(folder, "model.path")
     check_model_folder(folder, "model.path", compares=True)  # a benchmark that is about to
-    monkeypatch.setattr("penstock.checks.model.FLEX_COMPARED", True)
+    monkeypatch.setattr("penstock.checks.model.kernels.FLEX_COMPARED", True)
     check_model_folder(folder, "model.path")
 
 

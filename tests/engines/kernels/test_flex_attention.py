@@ -20,7 +20,9 @@ from torch.nn.attention import flex_attention as library
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.benchmarks.workload.families import write_family
-from penstock.checks import model as checks
+from penstock.checks.model import attention as checks
+from penstock.checks.model import kernels
+from penstock.checks.model.starting_model import check_model
 from penstock.configs.evaluation import EvaluationConfig, evaluation_config
 from penstock.configs.loading.load import config_from_mapping
 from penstock.configs.schema import TrainConfig
@@ -250,20 +252,23 @@ def test_a_start_refuses_it_until_it_is_compared(tmp_path: Path, monkeypatch: py
     def start(dtype: str = "auto", attention: str = "auto", path: str | None = None) -> None:
         source: dict[str, Any] = {"tiny": {}} if path is None else {"path": path}
         model = {"dtype": dtype, "attention": attention, **source}
-        checks.check_model(config_from_mapping({"model": model}, "test"))
+        check_model(config_from_mapping({"model": model}, "test"))
 
     capped = str(write_model(tmp_path, "Gemma2Config", {**GOOD["Gemma2Config"], "head_dim": 16}))
-    monkeypatch.setattr(checks, "FLEX_COMPARED", False)
+    for module in (checks, kernels):
+        monkeypatch.setattr(module, "FLEX_COMPARED", False)
     start("float32")
     start(path=capped)
     with pytest.raises(UserError, match="flex needs a GPU"):
         start(attention="flex")
-    monkeypatch.setattr(checks, "visible_gpus", lambda: [0])
+    for module in (checks, kernels):
+        monkeypatch.setattr(module, "visible_gpus", lambda: [0])
     start("bfloat16")
     for wrong in ({"dtype": "float32"}, {"attention": "flex"}, {"path": capped}):
         with pytest.raises(UserError, match="nobody has compared"):
             start(**wrong)
-    monkeypatch.setattr(checks, "FLEX_COMPARED", True)
+    for module in (checks, kernels):
+        monkeypatch.setattr(module, "FLEX_COMPARED", True)
     start("float32")
     start(attention="flex", path=capped)
     start(path=capped)
@@ -289,7 +294,7 @@ def test_a_folder_that_is_none_is_left_to_the_check_that_names_it(
 
     assert alone(missing) == ["", ""] and all("caps" in why for why in alone(capped))
     sections = {"model": {"tiny": {}}, "critic": {"path": missing}, "algorithm": {"name": "ppo"}}
-    checks.check_model(TrainConfig.model_validate(sections))
+    check_model(TrainConfig.model_validate(sections))
 
 
 def test_an_evaluation_that_vllm_alone_computes_may_be_in_float32(
@@ -305,10 +310,10 @@ def test_an_evaluation_that_vllm_alone_computes_may_be_in_float32(
         sections["evaluate"] = {"evaluators": evaluators}
         return evaluation_config(TrainConfig.model_validate(sections), folder, folder)
 
-    checks.check_model(of(["length"]))
+    check_model(of(["length"]))
     for config in (of(["kl"]), TrainConfig.model_validate({"model": {"tiny": {}, "dtype": "float32"}})):
         with pytest.raises(UserError, match="float32 needs FlexAttention on a GPU: .*nobody has compared"):
-            checks.check_model(config)
+            check_model(config)
 
 
 @pytest.mark.parametrize(("kernel", "dtype"), [("flex", "auto"), ("auto", "float32")])

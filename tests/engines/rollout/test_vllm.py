@@ -59,6 +59,13 @@ def test_a_decoder_that_vllms_table_lacks_is_served(name: str, monkeypatch: pyte
     assert positions_3N.tolist() == [[0, 1, 2]] * 3 and later == 0
 
 
+def test_values_of_sequences_are_spread_over_their_drafts() -> None:
+    """One for each token, none for a sequence without, and another in the place of the one to be replaced."""
+    temperatures_B, ends_B = torch.tensor([0.5, 3.0, 0.0, 2.0]), torch.tensor([2, 2, 3, 6], dtype=torch.int32)
+    assert versions._spread(temperatures_B, ends_B, 6, 0, 1).tolist() == [0.5, 0.5, 1.0, 2.0, 2.0, 2.0]
+    assert versions._spread(temperatures_B, ends_B, 6).tolist() == [0.5, 0.5, 0.0, 2.0, 2.0, 2.0]
+
+
 def test_code_is_compiled_once_for_a_shape(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In whatever folder the model is. Controls: a model of another shape, and vLLM by itself, have another hash."""
     from vllm import EngineArgs

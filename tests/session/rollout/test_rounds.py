@@ -130,6 +130,54 @@ def test_what_is_carried_is_taken_once_and_no_older_than_it_may_be(
     assert oldest[True] == rounds < oldest[False]
 
 
+@pytest.mark.parametrize(("extra", "staleness", "max_wait"), [(0.5, 2, 9), (1.0, 1, 4), (0.25, 1, 12)])
+def test_what_is_too_long_to_go_on_is_begun_anew_together(
+    training_of: Callable[..., Training], extra: float, staleness: int, max_wait: int
+) -> None:
+    """Over 80 iterations in which the same prompts tend to be the last. Every batch is full, every prompt taken once.
+
+    None is waited for before it was put off, and then always: it is put off once, is under way for `staleness` rounds
+    at a time, and its turn comes after `max_wait` iterations. So rounds that wait are few. Control: without `max_wait`
+    there are more of them.
+    """
+    waits = {}
+    for limit in (max_wait, None):
+        carry = {"extra": extra, "staleness": staleness, "max_wait": limit}
+        training, chance = training_of(carry=carry), random.Random(1)
+        progress, taken, waits[limit] = Progress(), Counter[int](), 0
+        for iteration in range(1, 81):
+            this_round = next_round(training, iteration, progress)
+            assert this_round.together == (PROMPTS if limit is None else None)
+            before = this_round.begun_before
+            assert before == tuple(sorted(before, key=lambda one: one.begun_in)), "as they were left"
+            assert len(this_round.begun) == training.config.rollout.prompts_begun
+            required, last = this_round.required, this_round.last_chance
+            waits[limit] += required > 0
+            slow = sorted(
+                range(len(this_round.begun)),
+                key=lambda at: (at >= required, this_round.begun[at].row % 5 == 0, chance.random()),
+            )
+            answered = sorted(slow[: this_round.wanted])
+            assert len(answered) == PROMPTS
+            for at in answered:
+                prompt = this_round.begun[at]
+                assert iteration - prompt.begun_in <= staleness
+                assert iteration - prompt.since <= max_wait + staleness
+            assert all(one.again for one in this_round.begun[:required]) or limit is None
+            left = this_round.left(answered)
+            late = [this_round.begun[at].row for at in range(required, required + last) if at not in answered]
+            assert [one.row for one in left if one.rests] == late
+            assert max(one.begun for one in this_round.begun) <= 2
+            taken.update(this_round.begun[at].row for at in answered)
+            progress = later(progress, this_round, answered)
+            going_on = tuple(one for one in left if not one.rests)
+            assert next_round(training, iteration + 1, progress).begun_before == going_on, "in the order of their file"
+        waiting = Counter(prompt.row for prompt in progress.deferred)
+        drawn = Counter(draw(training, 1, 0, progress.prompt_cursor).tolist())
+        assert taken + waiting == drawn
+    assert 0 < waits[max_wait] < waits[None]
+
+
 def test_a_rollout_ahead_at_staleness_1_leaves_nothing(training_of: Callable[..., Training]) -> None:
     """Its tokens are an update old when their batch is complete: all of its prompts are waited for."""
     training = training_of(stream={"staleness": 1})
@@ -202,6 +250,13 @@ def test_what_puts_off_nothing_or_for_ever_is_refused(tail: dict[str, float]) ->
     """Before anything starts."""
     with pytest.raises(UserError, match=r"rollout\.tail"):
         config_from_mapping({"rollout": {"tail": tail}}, "test")
+
+
+def test_prompts_that_are_put_off_before_they_went_on_are_refused() -> None:
+    """One is put off after `staleness` iterations, and waits from its first one on. Control: an iteration more."""
+    with pytest.raises(UserError, match=r"'max_wait' \(2\) has to exceed 'staleness' \(2\)"):
+        config_from_mapping({"rollout": {"carry": {"max_wait": 2}}}, "test")
+    assert config_from_mapping({"rollout": {"carry": {"max_wait": 3}}}, "test").rollout.max_wait == 3
 
 
 def test_deferrals_that_no_prompt_comes_to_are_refused() -> None:

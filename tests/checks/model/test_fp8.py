@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from penstock.base.errors import UserError
-from penstock.checks import model as checks
+from penstock.checks.model import fp8 as checks
 from penstock.configs.evaluation import evaluation_config
 from penstock.configs.loading.load import config_from_mapping
 from penstock.configs.schema import TrainConfig

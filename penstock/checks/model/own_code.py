@@ -1,6 +1,6 @@
 """Checks of the code that a model folder brings: it is loaded only where `model.trust_remote_code` says so.
 
-Left out: what such a model has to be beside (model.py), and reading the code, which is the user's part.
+Left out: what such a model has to be beside (folder.py), and reading the code, which is the user's part.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ import pytest
 from penstock.base.errors import UserError
 from penstock.base.model_code import code_of, copy_code
 from penstock.checks.found_models import with_models_found
-from penstock.checks.model import check_model, check_model_folder
-from penstock.checks.model_code import check_own_code
+from penstock.checks.model.folder import check_model_folder
+from penstock.checks.model.own_code import check_own_code
+from penstock.checks.model.starting_model import check_model
 from penstock.checks.training import check_rollout_model
 from penstock.cli.serving.serve import serve
 from penstock.configs.evaluation import evaluation_config

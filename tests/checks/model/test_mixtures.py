@@ -10,14 +10,8 @@ from pydantic import ValidationError
 
 from penstock.base.errors import UserError
 from penstock.benchmarks.workload.families import write_family
-from penstock.checks import model as checks
-from penstock.checks.model import (
-    check_corrections,
-    check_exact_shards,
-    check_expert_parallel,
-    check_router_loss,
-    check_routing,
-)
+from penstock.checks.model import attention, mixtures
+from penstock.checks.model.mixtures import check_corrections, check_exact_shards, check_router_loss, check_routing
 from penstock.configs.evaluation import evaluation_config
 from penstock.configs.schema import TrainConfig
 from penstock.engines.families.shape import read_settings
@@ -50,7 +44,7 @@ def test_corrections_are_refused_where_bfloat16_would_round_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In shards, and on their way to another group; on GPUs nobody looked. Controls: float32, and no corrections."""
-    monkeypatch.setattr(checks, "visible_gpus", lambda: [])
+    monkeypatch.setattr(mixtures, "visible_gpus", lambda: [])
     plain, corrected = (write_family(name, tmp_path / name) for name in ("Qwen 3 MoE", "GLM-4.5"))
 
     def check(folder: Path, dtype: str, **sections: Any) -> None:
@@ -64,7 +58,7 @@ def test_corrections_are_refused_where_bfloat16_would_round_them(
         check(plain, "bfloat16", **sections)
         with pytest.raises(UserError, match="routers of glm4_moe .* would be rounded on their way to vLLM"):
             check(corrected, "bfloat16", **sections)
-    monkeypatch.setattr(checks, "visible_gpus", lambda: [0])
+    monkeypatch.setattr(mixtures, "visible_gpus", lambda: [0])
     check(plain, "bfloat16")
     with pytest.raises(UserError, match="routers of glm4_moe .* nobody has compared on GPUs"):
         check(corrected, "bfloat16")
@@ -78,7 +72,7 @@ def test_shards_that_round_corrections_are_refused(
 
     On a GPU float32 is no way out until FlexAttention is compared there.
     """
-    monkeypatch.setattr(checks, "visible_gpus", lambda: [])
+    monkeypatch.setattr(mixtures, "visible_gpus", lambda: [])
     plain, corrected = (write_family(name, tmp_path / name) for name in ("Qwen 3 MoE", "GLM-4.5"))
 
     def of(folder: Path, dtype: str, stage: int) -> TrainConfig:
@@ -91,9 +85,9 @@ def test_shards_that_round_corrections_are_refused(
     with pytest.raises(UserError, match="zero_stage 3: routers of the model .* correct their choice") as refused:
         check_exact_shards(of(corrected, "bfloat16", 3))
     assert "float32" in refused.value.remedy
-    monkeypatch.setattr(checks, "visible_gpus", lambda: [0])
+    monkeypatch.setattr(mixtures, "visible_gpus", lambda: [0])
     for compared in (True, False):
-        monkeypatch.setattr(checks, "FLEX_COMPARED", compared)
+        monkeypatch.setattr(attention, "FLEX_COMPARED", compared)
         with pytest.raises(UserError, match="zero_stage 3: routers") as refused:
             check_exact_shards(of(corrected, "bfloat16", 3))
         assert ("float32" in refused.value.remedy) == compared
@@ -101,51 +95,30 @@ def test_shards_that_round_corrections_are_refused(
 
 def test_replay_needs_a_mixture_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Controls: a mixture, routes of the actor's own, and a GPU once it has been seen there."""
-    monkeypatch.setattr(checks, "visible_gpus", lambda: [])
+    monkeypatch.setattr(mixtures, "visible_gpus", lambda: [])
     dense, mixture = (str(write_family(name, tmp_path / name)) for name in ("Qwen 3", "Qwen 3 MoE"))
     check_routing(config(model={"path": mixture}))
     check_routing(config("own", model={"path": dense}))
     for model in ({"path": dense}, {"tiny": {}}):
         with pytest.raises(UserError, match="actor.routing=replay has no effect: the model has no experts"):
             check_routing(config(model=model))
-    monkeypatch.setattr(checks, "visible_gpus", lambda: [0])
+    monkeypatch.setattr(mixtures, "visible_gpus", lambda: [0])
     check_routing(config("own", model={"path": mixture}))
-    monkeypatch.setattr(checks, "REPLAY_ON_GPUS", True)
+    monkeypatch.setattr(mixtures, "REPLAY_ON_GPUS", True)
     check_routing(config(model={"path": mixture}))
-    monkeypatch.setattr(checks, "REPLAY_ON_GPUS", False)
+    monkeypatch.setattr(mixtures, "REPLAY_ON_GPUS", False)
     with pytest.raises(UserError, match="actor.routing=replay records the rollout's experts on CPUs alone so far"):
         check_routing(config(model={"path": mixture}))
 
 
 def test_a_family_whose_routers_are_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: with the family among those that are."""
-    monkeypatch.setattr(checks, "visible_gpus", lambda: [])
+    monkeypatch.setattr(mixtures, "visible_gpus", lambda: [])
     mixture = str(write_family("OLMoE", tmp_path / "model"))
     check_routing(config(model={"path": mixture}))
-    monkeypatch.setattr(checks, "REPLAYED", ("mixtral",))
+    monkeypatch.setattr(mixtures, "REPLAYED", ("mixtral",))
     with pytest.raises(UserError, match="routes of 'olmoe' cannot be replayed, but those of mixtral"):
         check_routing(config(model={"path": mixture}))
-
-
-def test_experts_are_shared_out_evenly_over_ranks_of_the_actors_group(tmp_path: Path) -> None:
-    """Controls: numbers that divide both, and a model without experts whose ranks share out none."""
-    dense, mixture = (str(write_family(name, tmp_path / name)) for name in ("Qwen 3", "Mixtral"))
-
-    def check(count: int, ranks: int, path: str = mixture, **model: Any) -> None:
-        tree = {"model": {"path": path, **model}, "actor": {"expert_parallel": count}}
-        check_expert_parallel(TrainConfig.model_validate(tree), ranks)
-
-    check(2, 4)
-    check(4, 4)
-    check(1, 3, dense)
-    with pytest.raises(UserError, match="actor.expert_parallel=2 has no effect: the model has no experts"):
-        check(2, 2, dense)
-    with pytest.raises(UserError, match="actor.expert_parallel=2 does not divide the 3 ranks of the actor's group"):
-        check(2, 3)
-    with pytest.raises(UserError, match="actor.expert_parallel=3: the 4 experts of a layer cannot be shared out"):
-        check(3, 3)
-    with pytest.raises(UserError, match="actor.expert_parallel=2 is not for a model with code of its own"):
-        check(2, 2, trust_remote_code=True, code={"modeling_own.py": "0" * 64})
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,19 @@ import pytest
 
 from penstock.base.errors import UserError
 from penstock.base.home import RECIPES
-from penstock.checks import model as checks
-from penstock.checks.model import check_model
+from penstock.checks.model import images
+from penstock.checks.model.starting_model import check_model
 from penstock.configs.loading.load import load_config
 
 
 def test_images_are_refused_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Controls: a CPU, and once a training has been seen."""
     config = load_config(RECIPES / "squares.yaml")
-    monkeypatch.setattr(checks, "visible_gpus", lambda: [])
+    monkeypatch.setattr(images, "visible_gpus", lambda: [])
     check_model(config)
-    monkeypatch.setattr(checks, "visible_gpus", lambda: [0])
-    monkeypatch.setattr(checks, "IMAGES_ON_GPUS", True)
+    monkeypatch.setattr(images, "visible_gpus", lambda: [0])
+    monkeypatch.setattr(images, "IMAGES_ON_GPUS", True)
     check_model(config)
-    monkeypatch.setattr(checks, "IMAGES_ON_GPUS", False)
+    monkeypatch.setattr(images, "IMAGES_ON_GPUS", False)
     with pytest.raises(UserError, match="on CPUs alone"):
         check_model(config)

@@ -10,8 +10,10 @@ import pytest
 
 from penstock.base.errors import UserError
 from penstock.benchmarks.workload.families import FAMILIES, write_family
-from penstock.checks import model as checks
-from penstock.checks.model import check_model_folder, check_served_alone, check_states
+from penstock.checks.model import kernels, served
+from penstock.checks.model.folder import check_model_folder
+from penstock.checks.model.served import check_served_alone
+from penstock.checks.model.states import check_states
 from penstock.checks.preferences import check_preferences
 from penstock.configs.preference import PairConfig, PreferenceConfig, RewardModelConfig
 from penstock.configs.schema import TrainConfig
@@ -86,7 +88,7 @@ def test_what_vllm_alone_computes_wrongly_on_a_cpu_is_refused(
     with pytest.raises(UserError, match="not what vLLM's own server would compute on a CPU"):
         check_served_alone(folder)
     check_served_alone(write_family("GLM-4.5", tmp_path / "other"))
-    monkeypatch.setattr(checks, "visible_gpus", lambda: ["0"])
+    monkeypatch.setattr(served, "visible_gpus", lambda: ["0"])
     check_served_alone(folder)
 
 
@@ -96,29 +98,29 @@ def test_gpus_and_vllm_alone_are_refused(folders: tuple[Path, Path], monkeypatch
     check_served_alone(without)
     with pytest.raises(UserError, match="nobody has compared vLLM's own server"):
         check_served_alone(with_state)
-    monkeypatch.setattr(checks, "visible_gpus", list)
+    monkeypatch.setattr(kernels, "visible_gpus", list)
     check_model_folder(with_state, "model.path")
-    monkeypatch.setattr(checks, "visible_gpus", lambda: ["0"])
+    monkeypatch.setattr(kernels, "visible_gpus", lambda: ["0"])
     check_model_folder(without, "model.path")
     with pytest.raises(UserError, match="row by row on a CPU alone so far"):
         check_model_folder(with_state, "model.path")
     check_model_folder(with_state, "it", compares=True)  # of a benchmark
-    monkeypatch.setattr(checks, "STATES_ON_GPUS", True)
+    monkeypatch.setattr(kernels, "STATES_ON_GPUS", True)
     check_model_folder(with_state, "model.path")
 
 
 def test_an_older_library_is_said_to_those_who_could_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A benchmark, and once states are trained on GPUs; before, another library would help nobody. Control: a CPU."""
     mamba = write_family("Falcon-H1", tmp_path / "model")
-    monkeypatch.setattr(checks, "version", lambda _: "5.17.0")
-    monkeypatch.setattr(checks, "visible_gpus", list)
+    monkeypatch.setattr(kernels, "version", lambda _: "5.17.0")
+    monkeypatch.setattr(kernels, "visible_gpus", list)
     check_model_folder(mamba, "model.path")
-    monkeypatch.setattr(checks, "visible_gpus", lambda: ["0"])
+    monkeypatch.setattr(kernels, "visible_gpus", lambda: ["0"])
     with pytest.raises(UserError, match="row by row on a CPU alone so far"):
         check_model_folder(mamba, "model.path")
     with pytest.raises(UserError, match=r"transformers 5\.17\.0 needs"):
         check_model_folder(mamba, "it", compares=True)
-    monkeypatch.setattr(checks, "STATES_ON_GPUS", True)
+    monkeypatch.setattr(kernels, "STATES_ON_GPUS", True)
     with pytest.raises(UserError, match=r"transformers 5\.17\.0 needs"):
         check_model_folder(mamba, "model.path")
 
@@ -129,11 +131,11 @@ def test_a_library_that_writes_out_pairs_of_tokens_is_refused_for_mamba_2(
 ) -> None:
     """Controls: a newer one, and layers of other kinds."""
     family = family_of(FAMILIES[name][0])
-    monkeypatch.setattr(checks, "version", lambda _: "5.18.0")
-    checks.check_scan("it", family)
-    monkeypatch.setattr(checks, "version", lambda _: "5.17.0")
+    monkeypatch.setattr(kernels, "version", lambda _: "5.18.0")
+    kernels.check_scan("it", family)
+    monkeypatch.setattr(kernels, "version", lambda _: "5.17.0")
     with pytest.raises(UserError, match=r"transformers 5\.17\.0 needs") if refused else nullcontext():
-        checks.check_scan("it", family)
+        kernels.check_scan("it", family)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from penstock.base.errors import UserError
 from penstock.benchmarks.workload.families import FAMILIES, write_family
-from penstock.checks.model import check_targets
+from penstock.checks.model.adapters import check_targets
 from penstock.checks.preferences import check_preferences
 from penstock.checks.training import check_supervised
 from penstock.configs.preference import PreferenceConfig, RewardModelConfig

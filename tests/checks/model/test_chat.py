@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.base.errors import UserError
-from penstock.checks.model import check_chat
+from penstock.checks.model.chat import check_chat
 from penstock.checks.training import check_supervised
 from penstock.configs.schema import TrainConfig
 

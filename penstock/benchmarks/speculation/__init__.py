@@ -1,0 +1,1 @@
+"""What drafted tokens would bring a rollout's last responses: `penstock bench speculation`."""

@@ -1,0 +1,1 @@
+"""Checks of the model: its folder, its family, and what is asked of it."""

@@ -1,0 +1,64 @@
+"""Checks of models whose layers carry a state from token to token: what nobody has compared of them is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.base.errors import UserError
+from penstock.configs.schema import TrainConfig
+from penstock.engines.families.shape import read_settings
+from penstock.engines.families.table import family_of
+
+
+def check_states(config: TrainConfig) -> None:
+    """Refuse what nobody has compared yet of a model whose layers carry a state from token to token.
+
+    Raises:
+        UserError: names it.
+    """
+    critic = None if config.critic is None else config.critic.path
+    for key, path in (("critic.path", critic), ("reward.model", config.reward.model)):
+        if path is not None and _carries_states(Path(path)):
+            raise UserError(
+                f"{key}: the model in {path} has layers that carry a state from token to token, and scores of such a "
+                "model are not compared yet",
+                "use another model",
+            )
+    folder = Path(str(config.model.path))
+    if not _carries_states(folder):
+        return
+    trained = [one for one in (config.actor, config.critic, config.sft) if one is not None] if config.trains else []
+    given = {
+        "environment": config.environment is not None,
+        "groups": bool(config.groups),
+        "a critic": config.trains and config.critic is not None,
+        **{f"rollout.{name}": getattr(config.rollout, name) is not None for name in ("tail", "carry", "stream")},
+        "rollout.tensor_parallel above 1": config.rollout.tensor_parallel > 1,
+        "sequence_parallel": any(getattr(one, "sequence_parallel", 1) > 1 for one in trained),
+        "expert_parallel": any(getattr(one, "expert_parallel", 1) > 1 for one in trained),
+        "zero_stage 3": any(one.zero_stage == 3 for one in trained),
+    }
+    if names := [name for name, is_given in given.items() if is_given]:
+        raise UserError(
+            f"the model in {folder} has layers that carry a state from token to token, and does not go with "
+            f"{', '.join(names)}: that trainer and rollout agree there is not shown yet",
+            "remove it, or use another model",
+        )
+
+
+def check_no_states(folder: Path, purpose: str) -> None:
+    """Refuse a model whose layers carry a state from token to token where nobody has compared what is trained.
+
+    Raises:
+        UserError: names the purpose.
+    """
+    if _carries_states(folder):
+        raise UserError(
+            f"the model in {folder} has layers that carry a state from token to token, and does not go with {purpose}: "
+            "what such layers learn there is not compared yet",
+            "use another model",
+        )
+
+
+def _carries_states(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and bool(family_of(read_settings(folder).get("model_type", "")).mixers)
