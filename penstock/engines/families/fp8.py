@@ -22,10 +22,11 @@ def refuse_one_sided(config: TrainConfig) -> None:
         UserError: one of both settings is asked for alone.
     """
     if len(config.in_fp8) == 1:
-        other = "rollout.weights=fp8" if config.actor.fp8 else "actor.fp8=true"
+        both = ("actor.fp8=true", "rollout.weights=fp8")
+        given, other = both if config.actor.fp8 else reversed(both)
         raise UserError(
-            f"{config.in_fp8[0]} in FP8 goes with {other}: log-probs of trainer and rollouts are farther apart where "
-            "one of them computes in FP8 and the other does not",
+            f"{given} goes with {other}: log-probs of trainer and rollouts are farther apart where one of them "
+            "computes in FP8 and the other does not",
             f"add {other}, or {IN_16_BITS}",
         )
 

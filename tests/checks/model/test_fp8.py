@@ -71,7 +71,7 @@ def test_a_training_computes_in_fp8_on_both_sides_or_on_none(name: str) -> None:
     """Said before devices are looked at, with what to add. Controls: both go on to these; 16 bits."""
     (other,) = SETTINGS.keys() - {name}
     for sections in ({}, ELSEWHERE):
-        with pytest.raises(UserError, match=f"{name} in FP8 goes with {other}=(true|fp8)") as caught:
+        with pytest.raises(UserError, match=f"{name}=(true|fp8) goes with {other}=(true|fp8)") as caught:
             checks.check_fp8(config_with(name, **sections))
         assert (caught.value.remedy or "").startswith(f"add {other}=")
     with pytest.raises(UserError, match="actor.fp8 and rollout.weights in FP8 is for Hopper GPUs alone"):
