@@ -1,10 +1,11 @@
 """Shows that vLLM reads the trainer's weights in place: log-probs agree before and after updates, nothing is copied.
 
-    python -m penstock.benchmarks.shared_weights MODEL_FOLDER OUT.json [zero_stage]
+    python -m penstock.benchmarks.shared_weights MODEL_FOLDER OUT.json [zero_stage [fp8]]
 
 One process, one device: DeepSpeed trains, vLLM generates (CUDA graphs and sleep mode on a GPU), and the log-probs that
 vLLM reports for its own tokens are compared with the trainer's. The negative control at the end changes the trainer's
-weights where vLLM cannot see it, and must show as a large difference.
+weights after vLLM has answered, and must show as a large difference. With `fp8` both compute in FP8 (`actor.fp8`,
+`rollout.weights`), and a reshard makes vLLM's copies.
 """
 
 from __future__ import annotations
@@ -47,15 +48,21 @@ from penstock.state.experience import write_columns
 PROMPTS, PROMPT_TOKENS, RESPONSE_TOKENS = 8, 32, 24
 
 
-def main(folder: str, out: Path, zero_stage: int) -> None:
+def main(folder: str, out: Path, zero_stage: int, fp8: bool) -> None:
     """Measure and write the result."""
     models = Worker(0, 1, 0 if torch.cuda.is_available() else None).models
     config = TrainConfig.model_validate(
         {
             "model": {"path": folder},
             "data": {"max_prompt_tokens": PROMPT_TOKENS},
-            "rollout": {"prompts": 8, "samples": 8, "max_response_tokens": RESPONSE_TOKENS, "max_sequences": 64},
-            "actor": {"zero_stage": zero_stage},
+            "rollout": {
+                "prompts": 8,
+                "samples": 8,
+                "max_response_tokens": RESPONSE_TOKENS,
+                "max_sequences": 64,
+                "weights": "fp8" if fp8 else "auto",
+            },
+            "actor": {"zero_stage": zero_stage, "fp8": fp8},
         }
     )
     begin = time.perf_counter()
@@ -72,7 +79,8 @@ def main(folder: str, out: Path, zero_stage: int) -> None:
             figures |= {"reshard_s": time.perf_counter() - begin, "reshard_bytes": moved.bytes}
             figures[f"difference_after_{step}"] = difference(models, path)
         figures["difference_stale"] = difference(models, path, stale=True)
-    result = new_result("shared_weights", " ".join(["python", *sys.argv]), figures)
+    settings = {"zero_stage": zero_stage, "fp8": fp8}
+    result = new_result("shared_weights", " ".join(["python", *sys.argv]), figures, settings=settings)
     write_result(out, result)
     print(result.model_dump_json(indent=2, include={"figures"}))
 
@@ -102,9 +110,9 @@ def difference(models: RankModels, path: Path, stale: bool = False) -> float:
     columns = {"prompt_tokens": Ragged.of(list(prompts), np.int32), "response_tokens": responses}
     write_columns(path, {**columns, "loss_mask": ones, "advantages": advantages})
     if stale:
-        with torch.no_grad():
-            for parameter in models.lm.parameters():  # new storage: vLLM still reads the old one
-                parameter.data = parameter.data + 0.01 * torch.randn_like(parameter.data)
+        for parameter in models.lm.parameters():
+            parameter.data += 0.01 * torch.randn_like(parameter.data)
+        models.trainers["actor"].renew_fp8()
     reply = logprobs(models, Logprobs(str(path), "actor", 1.0, 4096))
     ours = Ragged(reply.values_T, offsets_of(responses.lengths_B[reply.rows])).take(np.argsort(reply.rows))
     return float(np.abs(theirs - ours.values_T).mean())
@@ -118,4 +126,5 @@ def train(models: RankModels, path: Path, step: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 2)
+    folder, out, *more = sys.argv[1:]
+    main(folder, Path(out), int(more[0]) if more else 2, more[1:] == ["fp8"])

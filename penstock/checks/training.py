@@ -16,6 +16,7 @@ from penstock.checks.model.adapters import check_targets
 from penstock.checks.model.attention import check_head_size
 from penstock.checks.model.chat import check_chat
 from penstock.checks.model.folder import check_model_folder
+from penstock.checks.model.fp8 import check_fp8
 from penstock.checks.model.longest_row import check_longest_row
 from penstock.checks.model.mixtures import check_corrections, check_router_loss, check_routing
 from penstock.checks.model.own_code import check_served_code
@@ -55,6 +56,7 @@ def check_inputs(config: TrainConfig) -> None:
         UserError: the first mistake found.
     """
     check_model(config)
+    check_fp8(config)
     check_trackers(names_of_trackers(config.record.tracker))
     check_registering(config)
     check_rollout_model(config)

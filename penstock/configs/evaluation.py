@@ -52,8 +52,8 @@ def evaluation_config(config: TrainConfig, model: Path, reference: Path | None) 
     tree["model"] |= {"path": str(model), "tiny": None, **trust}
     tree["data"] |= {"sft": None, "response": None}
     tree["actor"] |= {"lora": None, "offload_optimizer": False, "routing": "own", "expert_parallel": 1}
-    tree["actor"] |= {"offload": "nothing", "offload_folder": None, "offload_activations": False}
-    tree["rollout"] |= {"stream": None}
+    tree["actor"] |= {"offload": "nothing", "offload_folder": None, "offload_activations": False, "fp8": False}
+    tree["rollout"] |= {"stream": None, "weights": "auto"}  # the folder's model as it is
     return EvaluationConfig.model_validate(
         tree
         | {

@@ -87,7 +87,8 @@ class TrainConfig(Recipe):
                 f"'rollout.samples' must be at least 2 with algorithm '{self.algorithm.name}': "
                 "it compares samples of a prompt"
             )
-        if self.rollout.goes_on:
+        check_fp8(self)
+        if self.rollout.goes_on or self.in_fp8:
             fill(self.algorithm, correction=CorrectionConfig(weights="token"))
         if self.algorithm.correction is not None and (self.rollout.top_p < 1 or self.rollout.top_k):
             raise ValueError(
@@ -209,6 +210,12 @@ class TrainConfig(Recipe):
         return (*roles, "rollout")
 
     @property
+    def in_fp8(self) -> list[str]:
+        """Names of the settings by which the policy computes in FP8."""
+        chosen = {"actor.fp8": self.actor.fp8, "rollout.weights": self.rollout.weights == "fp8"}
+        return [name for name, is_chosen in chosen.items() if is_chosen]
+
+    @property
     def trains(self) -> bool:
         """Whether engines train the policy; an evaluation only loads models (penstock/configs/evaluation.py)."""
         return True
@@ -281,6 +288,23 @@ def check_images(config: TrainConfig) -> None:
         raise ValueError(
             f"rows with images do not go with {', '.join(names)}: that trainer and rollout agree there is not shown "
             "yet; remove it"
+        )
+
+
+def check_fp8(config: TrainConfig) -> None:
+    """Refuse what does not go with FP8.
+
+    Raises:
+        ValueError: names it.
+    """
+    if config.in_fp8 and config.model.dtype == "float32":
+        raise ValueError(
+            f"'{config.in_fp8[0]}' in FP8 does not go with 'model.dtype' float32: its kernels take and give bfloat16"
+        )
+    if config.rollout.weights == "fp8" and config.rollout.tensor_parallel > 1:
+        raise ValueError(
+            "'rollout.weights' fp8 needs 'rollout.tensor_parallel' 1: of a matrix that several GPUs cut each would "
+            "have scales of its own, and the actor has those of the whole matrix"
         )
 
 

@@ -29,7 +29,7 @@ from penstock.engines.groups.group import OutOfMemory
 from penstock.engines.groups.hosts import REPLY_S, HostFailed
 from penstock.engines.groups.machine import gpu_name, visible_gpus
 from penstock.engines.groups.spec import LOCAL
-from penstock.engines.sizing.flops import generation_flops, peak_flops
+from penstock.engines.sizing.flops import bfloat16_flops, generation_flops, peak_flops
 from penstock.engines.sizing.gpu_figures import gpu_figures
 from penstock.reports.alarms import RULES, STEP_RULES, Rule, looked_at, raised
 from penstock.session.clock import Lap, Span
@@ -95,7 +95,8 @@ def speed(
     figures = {f"{role}/tokens_per_s_per_gpu": work["tokens"] / seconds / ranks}
     peak = peak_flops(*gpu)
     if peak is not None and "flops" in work:
-        figures[f"{role}/mfu"] = work["flops"] / (seconds * ranks * peak)
+        flops = bfloat16_flops(work["flops"], work.get("fp8_flops", 0.0))
+        figures[f"{role}/mfu"] = flops / (seconds * ranks * peak)
     return figures
 
 

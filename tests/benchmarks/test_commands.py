@@ -84,6 +84,22 @@ def test_updates_on_made_up_experience_change_the_policy(bench: Callable[..., tu
     assert "update_s" in printed
 
 
+@pytest.mark.exhaustive
+@pytest.mark.xdist_group("flows")
+@pytest.mark.parametrize(("correction", "temperature"), [("{}", 1.0), ("{}", 0.5), ("null", 1.0)])
+def test_log_probs_of_a_rollout_are_compared_with_the_actors(
+    correction: str, temperature: float, bench: Callable[..., tuple[BenchResult, str]]
+) -> None:
+    """Of whole responses on two ranks, in float32. Controls: other distributions, and none asked for."""
+    recipe = ("tiny.yaml", f"algorithm.correction={correction}", f"rollout.temperature={temperature}")
+    result, _ = bench("rollout", *recipe, "--rounds", "2", "--skip", "1")
+    compared = correction == "{}" and temperature == 1
+    assert ({"logprob_gap", "logprob_gap_max", "rollout_kl"} <= result.figures.keys()) is compared
+    if compared:
+        assert 0 < result.figures["logprob_gap"] < 1e-5
+        assert 0 <= result.figures["rollout_kl"] < 1e-9
+
+
 @pytest.mark.slow
 @pytest.mark.xdist_group("flows")
 def test_replies_of_ranks_without_a_model_are_scored_and_weighed(

@@ -147,6 +147,7 @@ TRAIN = {
     "rollout.reproducible": "engines/rollout/test_decode_loop.py::test_two_engines_pull_all_prompts_once",
     "rollout.compare_every": "engines/ranks/test_logprob_gap.py::test_when_it_is_done",
     "rollout.max_logprob_gap": "engines/ranks/test_logprob_gap.py::test_a_rollout_engine_that_computes_otherwise_ends_the_run",
+    "rollout.weights": "engines/weights/test_fp8.py::test_vllm_computes_with_what_a_reshard_makes_of_the_actors_weights",
     "rollout.kv_cache_gib": f"{GENERATOR}the_kv_cache_holds_all_sequences_unless_told_otherwise",
     # ---- numerical faults
     "faults.gradient": "configs/sections/test_faults.py::test_by_default_a_gradient_may_be_odd_twice_in_a_row_and_nothing_else_is_looked_at",
@@ -188,6 +189,7 @@ TRAIN = {
     "*.optimizer.min_ratio": "engines/training/test_learning_rate.py::test_linear_decay",
     "*.hpz": "engines/training/test_hpz.py::test_weights_that_a_machine_holds_once_more_train_alike",
     "*.sequence_parallel": "engines/training/test_sequence_parallel.py::test_two_ranks_are_one",
+    "actor.fp8": "engines/kernels/test_fp8_blocks.py::test_updates_train_alike_and_passes_go_with_the_weights",
     "actor.expert_parallel": "engines/models/test_expert_parallel.py::test_two_ranks_are_one",
     "*.zero_stage": "engines/training/test_trainer.py::test_the_optimizers_state_is_shared_out_from_stage_1_on",
     "*.gradient_checkpointing": "engines/training/test_updates.py::test_recomputed_activations_change_nothing",

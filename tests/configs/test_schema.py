@@ -218,3 +218,16 @@ def test_what_lives_in_host_memory_is_for_zero_3(actor: dict[str, Any], message:
     TrainConfig.model_validate({"actor": {"offload": "all", "zero_stage": 3, "offload_folder": "/disk"}})
     with pytest.raises(ValidationError, match=re.escape(message)):
         TrainConfig.model_validate({"actor": actor})
+
+
+def test_fp8_is_for_whole_weights_that_every_rank_has() -> None:
+    """In bfloat16, which is stages 1 and 2. Control: these are valid."""
+    for stage in (1, 2):
+        assert TrainConfig.model_validate({"actor": {"fp8": True, "zero_stage": stage}}).actor.fp8
+    for others, message in (
+        ({"zero_stage": 3}, "'fp8' needs 'zero_stage' 1 or 2, not 3"),
+        ({"zero_stage": 0}, "'fp8' needs 'zero_stage' 1 or 2, not 0"),
+        ({"lora": {}}, "'fp8' does not go with 'lora'"),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            TrainConfig.model_validate({"actor": {"fp8": True, **others}})

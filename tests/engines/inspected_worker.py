@@ -13,6 +13,7 @@ import importlib
 import random
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,6 +32,7 @@ from penstock.engines.commands.update import Split
 from penstock.engines.families import table
 from penstock.engines.groups.channel import Tell
 from penstock.engines.kernels import expert_parallel, sequence_parallel
+from penstock.engines.kernels.fp8_linear import fp8_output, scaled
 from penstock.engines.kernels.weight_gradients import SummedLinear
 from penstock.engines.models.loading import gathered_state
 from penstock.engines.ranks.models import RankModels
@@ -45,6 +47,7 @@ from penstock.engines.rollout.engine import Demand, Generator, Served
 from penstock.engines.training import collective_times as communication
 from penstock.engines.training.updates import mini_batch_rows
 from penstock.engines.weights import buckets
+from penstock.engines.weights.checksum import differs
 from penstock.engines.weights.copies import wrong_names
 from penstock.engines.weights.experts import all_experts, cut_of, cut_parameters
 from penstock.engines.weights.gather import Shards
@@ -69,6 +72,10 @@ def _own_alone(ranks: RankSet, sent: torch.Tensor, send: tuple[int, ...], receiv
     return kept
 
 
+def _in_fp8(layer: torch.nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    return fp8_output(input, scaled(layer.weight), layer.bias)
+
+
 class InspectedWorker(Worker):
     """A `Worker` that also answers the commands in `INSPECTIONS`."""
 
@@ -85,10 +92,12 @@ class InspectedWorker(Worker):
         "gathered",
         "first_moments",
         "summed_linears",
+        "outdated_fp8",
         "uncounted_sums",
         "rollout_logprobs",
         "watched_generate",
         "mismatches",
+        "copies_in_fp8",
         "bind_without_sharing",
         "disturb",
         "host_shards",
@@ -234,6 +243,22 @@ class InspectedWorker(Worker):
             for layer in layers:
                 layer.joint = None
         return {"count": len(layers)}
+
+    def outdated_fp8(self) -> dict[str, Any]:
+        """How many of the actor's FP8 weights are not what its weights are, and how many if these change unsaid."""
+        found = self.models.trainers["actor"]._fp8
+        assert found is not None
+
+        def outdated() -> int:
+            pairs = ((weight.tensors[0], scaled(weight._weight_OI.data)[0]) for weight in found.weights)
+            return sum(not torch.equal(kept.float(), now.float()) for kept, now in pairs)
+
+        counts = []
+        for _ in range(2):
+            counts.append(outdated())
+            for weight in found.weights:
+                weight._weight_OI.data.mul_(-1)
+        return {"actor": counts[0], "disturbed": counts[1]}
 
     def uncounted_sums(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Update the actor without telling DeepSpeed that its sums have been added to."""
@@ -463,11 +488,11 @@ class InspectedWorker(Worker):
 
     @torch.no_grad()
     def rollout_logprobs(
-        self, prompts: np.ndarray, offsets: np.ndarray, tokens: int, keep_prefixes: bool = False
+        self, prompts: np.ndarray, offsets: np.ndarray, tokens: int, keep_prefixes: bool = False, in_fp8: bool = False
     ) -> dict[str, Any]:
         """Freshly sampled tokens with their log-probs as vLLM reports them, and as the trainer computes them.
 
-        The latter only where the actor is in this group.
+        The latter only where the actor is in this group; `in_fp8`: with linear layers in FP8.
         """
         from vllm import SamplingParams
 
@@ -497,7 +522,8 @@ class InspectedWorker(Worker):
             return reply
         mask = Ragged(np.ones(len(responses.values_T), np.uint8), responses.offsets_B1)
         batch = pack(Rows(asked, responses, mask, {}), list(range(len(asked))), self.models.device)
-        return reply | {"trainer": self.models.model("actor")(batch, 1.0)[0].numpy()}
+        with patch.object(torch.nn.Linear, "forward", _in_fp8) if in_fp8 else nullcontext():
+            return reply | {"trainer": self.models.model("actor")(batch, 1.0)[0].numpy()}
 
     def watched_generate(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Generate, and what went into vLLM and came out of it: each request's prompt and the tokens drawn for it.
@@ -542,6 +568,27 @@ class InspectedWorker(Worker):
         ]
         return {"names": sorted(set(names)), "of": len(theirs)}
 
+    def copies_in_fp8(self) -> dict[str, Any]:
+        """Layers of the rollout engine whose copies are not what is made of the trainer's weights; how many there are.
+
+        And the bytes of all copies.
+        """
+        assert self.models.generator is not None
+        binding = self.models.generator.binding
+        wholes = {name: self._whole(parameter) for name, parameter in self.models.lm.named_parameters()}
+        wholes |= {name: layer.merged() for name, layer in adapted_layers(self.models.lm).items()}
+        layers = self.models.generator.fp8_copies.layers
+        assert binding.fp8 == tuple(layers)
+        stale = []
+        for item in (*binding.shared, *binding.copied):
+            if (layer := layers.get(item.name.removesuffix(".weight"))) is not None:
+                made = scaled(torch.cat([piece.of(wholes[piece.part]) for piece in item.slices]))
+                held = (layer.weight_fp8, layer.weight_scales)
+                if any(differs(*pair) for pair in zip(made, held, strict=True)):
+                    stale.append(item.name)
+        copies = [tensor for layer in layers.values() for tensor in (layer.weight_fp8, layer.weight_scales)]
+        return {"stale": stale, "of": len(layers), "bytes": sum(copy.numel() * copy.itemsize for copy in copies)}
+
     def spoiled_refusal(self, arguments: dict[str, Any], look: str, rank: int, only: str = "") -> dict[str, Any]:
         """What a reshard raises if a bit of one rank's weights turns over just before the function `look` sees them.
 
@@ -553,7 +600,7 @@ class InspectedWorker(Worker):
 
         def spoiled(values: torch.Tensor, *rest: Any) -> torch.Tensor:
             if left.pop() if left else False:
-                values.view(torch.int32)[(0,) * values.ndim] ^= 1
+                values.view(torch.uint8)[(0,) * values.ndim] ^= 1
             result: torch.Tensor = honest(values, *rest)
             return result
 
@@ -586,7 +633,8 @@ class InspectedWorker(Worker):
         assert self.models.generator is not None
         if self.models.rank == rank:
             for parameter in self.models.generator.model.parameters():
-                parameter.data = parameter.data + by * torch.sin(torch.arange(parameter.numel())).view(parameter.shape)
+                wave = by * torch.sin(torch.arange(parameter.numel())).view(parameter.shape)
+                parameter.data = (parameter.data.float() + wave).to(parameter.dtype)  # there is no sum in FP8
         return {}
 
     def host_shards(self, role: str) -> dict[str, Any]:

@@ -38,6 +38,13 @@ def test_the_mfu_is_flops_over_what_all_gpus_could_have_done() -> None:
     assert speed("actor", work, 4.0, 2, H200) == pytest.approx({"actor/mfu": 0.1, "actor/tokens_per_s_per_gpu": 1000.0})
 
 
+def test_products_in_fp8_are_measured_by_its_own_peak() -> None:
+    """Two thirds in FP8, of twice the peak: a GPU that never waits takes 2/3 of the time. Control: not counted so."""
+    work = {"tokens": 1.0, "flops": 3 * 989e12}
+    assert speed("actor", {**work, "fp8_flops": 2 * 989e12}, 2.0, 1, H200)["actor/mfu"] == pytest.approx(1.0)
+    assert speed("actor", work, 2.0, 1, H200)["actor/mfu"] == pytest.approx(1.5)
+
+
 def test_what_is_not_known_is_not_recorded() -> None:
     """No GPU, no peak, no count of FLOPs: then no MFU, rather than a wrong one."""
     work = {"tokens": 8000.0, "flops": 1e15}

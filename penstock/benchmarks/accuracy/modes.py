@@ -33,6 +33,7 @@ from penstock.reports.comparing.statistics import interval
 from penstock.state.run_folder import RunFolder, read_metrics
 
 SYNCHRONOUS, MODE = "synchronous", "mode"
+GAP = "rollout/logprob_gap"
 
 
 @dataclass(frozen=True)
@@ -105,14 +106,19 @@ def _train(
 
 
 def row_of(name: str, seed: int, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a training's row: accuracy before and after, and after how many iterations."""
+    """Return a training's row: accuracy before and after, after how many iterations.
+
+    And the largest mean difference of log-probs of vLLM and actor of those that were compared.
+    """
     before, after = records[0]["metrics"], records[-1]["metrics"]
+    gaps = [record["metrics"][GAP] for record in records if GAP in record["metrics"]]
     return {
         "name": name,
         "seed": seed,
         "accuracy_before": before["heldout/accuracy"],
         "accuracy_after": after["heldout/accuracy"],
         "iterations": records[-1]["iteration"],
+        **({"logprob_gap": max(gaps)} if gaps else {}),
     }
 
 

@@ -1,7 +1,8 @@
 """Commands of Penstock in processes of their own, several at a time, each in a lane that has stores of its own.
 
 Temporary Prefect servers that share a database wait for each other, and so do runs that share MLflow's. A lane keeps
-both for the runs that follow each other in it, so that they are made once per lane. The lanes share the cores.
+both for the runs that follow each other in it, so that they are made once per lane. The lanes share the cores and the
+GPUs: where there are several, a lane does not wait until another one has no GPU.
 
 Left out: what the commands do, and which GPU they take (all that are visible).
 """
@@ -18,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
+
+from penstock.session.machines.claims import FOLDER as CLAIMS
 
 LOOK_S = 0.2  # between looks at what has ended
 TAIL_LINES = 15
@@ -60,7 +63,8 @@ def side_by_side(
             for lane in range(lanes):
                 if lane not in running and waiting:
                     name, arguments = waiting.pop(0)
-                    running[lane] = _start(name, arguments, shared | _stores(folder / f"lane-{lane}"), folder)
+                    own = _stores(folder / f"lane-{lane}", lanes > 1)
+                    running[lane] = _start(name, arguments, shared | own, folder)
             time.sleep(LOOK_S)
             for lane in [lane for lane, item in running.items() if item.process.poll() is not None]:
                 yield _ended(running.pop(lane))
@@ -94,10 +98,11 @@ def _without_prefect(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith("PREFECT_")}
 
 
-def _stores(lane: Path) -> dict[str, str]:
-    """Return where a lane's Prefect and MLflow keep what they keep."""
+def _stores(lane: Path, beside_others: bool) -> dict[str, str]:
+    """Return where a lane's Prefect and MLflow keep what they keep, and who is told which GPU is whose."""
     lane.mkdir(exist_ok=True)
-    return {"PREFECT_HOME": str(lane / "prefect"), "MLFLOW_TRACKING_URI": f"sqlite:///{lane / 'mlflow.db'}"}
+    claims = {CLAIMS: str(lane / "gpus")} if beside_others else {}
+    return {"PREFECT_HOME": str(lane / "prefect"), "MLFLOW_TRACKING_URI": f"sqlite:///{lane / 'mlflow.db'}"} | claims
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
     penstock bench model 1.5 models/random-1.5b
     penstock bench model mixture models/random-mixture    # of experts, in the shape of Qwen 3 MoE, half a billion
+    penstock bench model 7 models/random-7b-6-layers --layers 6 --vocabulary 32768    # what a block costs, and no more
 
 The tokenizer has one token per byte and fills the vocabulary up with unused tokens, so any text encodes; a model with
 random weights almost never ends a response, so every response has the full length. Given many tokens that end one, it
@@ -48,24 +49,35 @@ EXPERTS: dict[str, Any] = {
 }
 
 
-def main(size: str, folder: Path, mean_response: int | None = None) -> None:
+def main(
+    size: str,
+    folder: Path,
+    mean_response: int | None = None,
+    layers: int | None = None,
+    vocabulary: int = VOCABULARY,
+) -> None:
     """Write config, bfloat16 weights, tokenizer and generation settings to `folder`.
 
-    With `mean_response` drawn responses (temperature 1) end after about that many tokens on average.
+    With `mean_response` drawn responses (temperature 1) end after about that many tokens on average; `layers` instead
+    of the shape's, with a `vocabulary` that makes the language head no larger a part of the work.
     """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen3MoeConfig
 
-    config = Qwen3MoeConfig(**USUAL, **EXPERTS) if size == MIXTURE else Qwen2Config(**sizes(size))
+    settings = {**USUAL, **EXPERTS} if size == MIXTURE else sizes(size)
+    pad = vocabulary - 2
+    settings |= {"vocab_size": vocabulary, "eos_token_id": pad + 1, "pad_token_id": pad}
+    settings |= {} if layers is None else {"num_hidden_layers": layers}
+    config = (Qwen3MoeConfig if size == MIXTURE else Qwen2Config)(**settings)
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    pad, ends = VOCABULARY - 2, [VOCABULARY - 1]
+    ends = [pad + 1]
     if mean_response is not None:
-        ends += range(pad + 1 - VOCABULARY // mean_response, pad)
+        ends += range(pad + 1 - vocabulary // mean_response, pad)
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad)
     model.save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
+    byte_tokenizer(vocabulary).save_pretrained(folder)
 
 
 def sizes(size: str) -> dict[str, Any]:
@@ -78,13 +90,13 @@ def sizes(size: str) -> dict[str, Any]:
     }
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer(vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
     """Return a tokenizer with a token per byte, a chat template that joins the contents, and unused tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     symbols = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokens = symbols + [f"<unused-{index}>" for index in range(VOCABULARY - len(symbols))]
+    tokens = symbols + [f"<unused-{index}>" for index in range(vocabulary - len(symbols))]
     tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -473,7 +473,7 @@ def learning(
 
     asked = Comparison(recipe, tuple(mode or ()), parse_seeds(seeds), parallel, tuple(overrides or ()))
     result = measure(asked, command(), say)
-    _finish(result, out, ("seed", "name", "accuracy_before", "accuracy_after", "iterations"))
+    _finish(result, out, ("seed", "name", "accuracy_before", "accuracy_after", "iterations", "logprob_gap"))
 
 
 app.add_typer(bench_files.app)  # after those above, as 'penstock bench --help' lists them

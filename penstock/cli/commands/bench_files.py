@@ -113,13 +113,15 @@ def model(
     mean: Annotated[
         int | None, typer.Option(min=2, help="responses end after about so many tokens; default: hardly ever")
     ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="so many; default: as many as the shape has")] = None,
+    vocabulary: Annotated[int, typer.Option(min=512, help="size of the vocabulary")] = 151_936,
 ) -> None:
     """Make a model folder with random weights and a tokenizer of one token per byte."""
     from penstock.benchmarks.workload.make_model import MIXTURE, SHAPES, main
 
     if size not in (*SHAPES, MIXTURE):
         raise UserError(f"there is no shape of size '{size}'", f"choose one of {', '.join((*SHAPES, MIXTURE))}")
-    main(size, folder, mean)
+    main(size, folder, mean, layers, vocabulary)
     say(f"model: {folder}")
 
 

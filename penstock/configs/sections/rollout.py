@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -162,6 +162,11 @@ class RolloutConfig(Section):
         "tokens whatever the number of ranks, up to rounding; slower on a GPU; null: true on CPU, false on GPU",
     )
     kv_cache_gib: float = Field(0.0, ge=0, description="KV cache of one engine, GiB; 0: chosen from free memory")
+    weights: Literal["auto", "fp8"] = Field(
+        "auto",
+        description="compute linear layers in 8 bits (e4m3, a scale for each row and token), on Hopper GPUs, with "
+        "copies that each reshard makes of the actor's weights; auto: with these themselves",
+    )
     sleep: bool | None = Field(
         None,
         description="give the KV cache's memory to training between rollouts, where they share a GPU; false: keep it; "
@@ -176,7 +181,8 @@ class RolloutConfig(Section):
     max_logprob_gap: float | None = Field(
         None,
         gt=0,
-        description="a larger mean difference of those log-probs stops the run; null: 0.1 in bfloat16, 1e-4 in float32",
+        description="a larger mean difference of those log-probs stops the run; null: 0.1 in bfloat16, 1e-4 in "
+        "float32, 0.5 in FP8",
     )
 
     @model_validator(mode="after")

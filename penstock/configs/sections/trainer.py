@@ -197,6 +197,7 @@ class TogetherConfig(TrainerConfig):
 
 # Without ZeRO DeepSpeed clips by the mean of the ranks' norms, and each has other experts; ZeRO-3 shards all weights.
 EXPERTS_APART = (1, 2)
+FP8_STAGES = (1, 2)
 
 
 class ActorConfig(TogetherConfig):
@@ -213,6 +214,23 @@ class ActorConfig(TogetherConfig):
         description="the experts of each layer of a mixture are shared out over so many ranks of the group, and tokens "
         "go to the ranks of their experts; 1: every rank has all",
     )
+
+    fp8: bool = Field(
+        False,
+        description="linear layers of the blocks compute outputs and inputs' gradients in FP8, for log-probs and in "
+        "updates; weights, their gradients and all else stay bfloat16; dense models on Hopper GPUs only",
+    )
+
+    @model_validator(mode="after")
+    def _fp8(self) -> Self:
+        if self.fp8 and self.lora is not None:
+            raise ValueError("'fp8' does not go with 'lora': adapters have not been compared in FP8; remove one")
+        if self.fp8 and self.zero_stage not in FP8_STAGES:
+            raise ValueError(
+                f"'fp8' needs 'zero_stage' 1 or 2, not {self.zero_stage}: 0 is for float32 weights, and 3 shards the "
+                "weights that are rounded once per step"
+            )
+        return self
 
     @model_validator(mode="after")
     def _experts(self) -> Self:

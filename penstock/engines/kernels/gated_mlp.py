@@ -213,12 +213,20 @@ def gate_in_products(module: nn.Module) -> None:
 
 
 def _gated(mlp: Any, family: Family) -> GatedMlp | None:
-    layers = {name: getattr(mlp, name) for name in (*family.gate_up.parts, *family.down.parts)}
-    if not all(isinstance(layer, SummedLinear) and layer.bias is None for layer in layers.values()):
+    layers = fitting_layers(mlp, family)
+    if layers is None:
         return None
     *same_input, down = layers.values()
-    fits = down.weight.dtype == torch.bfloat16 and all(size % ALIGNED == 0 for size in down.weight.shape)
-    if not fits or float(mlp.act_fn(torch.ones(()))) != float(nn.functional.silu(torch.ones(()))):
+    if down.weight.dtype != torch.bfloat16 or any(size % ALIGNED for size in down.weight.shape):
         return None
     joint = joint_views(same_input)
     return None if joint is None else GatedMlp(layers, *joint)
+
+
+def fitting_layers(mlp: Any, family: Family) -> dict[str, SummedLinear] | None:
+    """Return gate, up and down by their names if they have sums, no biases, and this activation between them."""
+    layers = {name: getattr(mlp, name) for name in (*family.gate_up.parts, *family.down.parts)}
+    if not all(isinstance(layer, SummedLinear) and layer.bias is None for layer in layers.values()):
+        return None
+    silu = float(mlp.act_fn(torch.ones(()))) == float(nn.functional.silu(torch.ones(())))
+    return layers if silu else None

@@ -4,7 +4,8 @@ DeepSpeed's way is a product with bfloat16 output, its conversion to float32 and
 micro-batch. On a GPU one product can do all three, and it keeps float32 to the end: the sums are more exact, and the
 conversions and additions are spared (benchmarks/LOG.md). Autograd sees no gradient of such a weight (`.grad` stays
 None). The language head adds chunk by chunk (penstock/engines/kernels/lm_head.py). Queries, keys and values, whose
-weights and sums lie side by side (penstock/engines/weights/layout.py), are one product.
+weights and sums lie side by side (penstock/engines/weights/layout.py), are one product. Outputs and input gradients
+may be products in FP8 (fp8_linear.py).
 
 Suffixes: `_NI` tokens x in, `_NO` tokens x out, `_OI` out x in, `_O` out.
 Left out: other parameters, which go DeepSpeed's way into the same sums; adapters (penstock/engines/weights/lora.py: too
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.engines.kernels.fp8_linear import fp8_input_gradient, fp8_output
 from penstock.engines.weights.layout import blocks, family_in, fused_view
 
 
@@ -26,13 +28,17 @@ class SummedLinear(nn.Linear):
 
     Args:
         base: the layer; its parameters are taken over, not copied.
-        sum_OI: float32; no parameter and no buffer, so that no checkpoint holds it.
+        sum_OI: float32; no parameter and no buffer, so that no checkpoint holds it. None: autograd gets the gradient.
+
+    Attributes:
+        fp8: its weight in FP8 (`Fp8Weight.tensors`), if it computes with that; neither parameters nor buffers.
     """
 
-    def __init__(self, base: nn.Linear, sum_OI: Tensor) -> None:
+    def __init__(self, base: nn.Linear, sum_OI: Tensor | None) -> None:
         super().__init__(base.in_features, base.out_features, device="meta")
         self.weight, self.bias = base.weight, base.bias
         self.sum_OI = sum_OI
+        self.fp8: tuple[Tensor, ...] = ()
         self.joint: JointProduct | None = None  # with layers of the same input
         self.place = 0  # among them
 
@@ -40,7 +46,7 @@ class SummedLinear(nn.Linear):
         """Return the layer's output."""
         if self.joint is not None:
             return self.joint.output(self.place, input)
-        output: Tensor = _SummedProduct.apply(input, self.weight, self.bias, self.sum_OI, None)
+        output: Tensor = _SummedProduct.apply(input, self.weight, self.bias, self.sum_OI, None, *self.fp8)
         return output
 
 
@@ -53,10 +59,14 @@ class JointProduct:
         layers: all with a bias or all without.
         weight_OI: their weights as one tensor, in the same order; a view of them.
         sum_OI: their sums, likewise.
+
+    Attributes:
+        fp8: as of `SummedLinear`.
     """
 
     def __init__(self, layers: list[SummedLinear], weight_OI: Tensor, sum_OI: Tensor) -> None:
         self.layers, self.weight_OI, self.sum_OI = layers, weight_OI, sum_OI
+        self.fp8: tuple[Tensor, ...] = ()
         self.input: Tensor | None = None  # of the outputs that wait to be asked for
         self.waiting: dict[int, Tensor] = {}  # by place
         for place, layer in enumerate(layers):
@@ -74,27 +84,39 @@ class JointProduct:
 
     def _product(self, input: Tensor) -> Tensor:
         bias_O = None if self.layers[0].bias is None else torch.cat([layer.bias for layer in self.layers])
-        output: Tensor = _SummedProduct.apply(input, self.weight_OI, bias_O, self.sum_OI, self.layers[0].weight)
+        rest = (self.sum_OI, self.layers[0].weight, *self.fp8)
+        output: Tensor = _SummedProduct.apply(input, self.weight_OI, bias_O, *rest)
         return output
 
 
 class _SummedProduct(torch.autograd.Function):
-    """Linear layer; the last argument is a parameter where the weight is a view, so that backward comes by for it."""
+    """Linear layer; the fifth argument is a parameter where the weight is a view, so that backward comes by for it."""
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight_OI: Tensor, bias_O: Tensor | None, sum_OI: Tensor, _: Tensor | None
+        ctx: Any,
+        input: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        sum_OI: Tensor | None,
+        _: Tensor | None,
+        *fp8: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(input, weight_OI, sum_OI)
-        return nn.functional.linear(input, weight_OI, bias_O)
+        ctx.save_for_backward(input, weight_OI, sum_OI, *fp8)
+        return fp8_output(input, fp8, bias_O) if fp8 else nn.functional.linear(input, weight_OI, bias_O)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        input, weight_OI, sum_OI = ctx.saved_tensors
-        grad_NO = grad.flatten(0, -2)
-        add_weight_gradient(sum_OI, grad_NO, input.flatten(0, -2))
+        input, weight_OI, sum_OI, *fp8 = ctx.saved_tensors
+        grad_NO, input_NI = grad.flatten(0, -2), input.flatten(0, -2)
+        grad_OI = None
+        if sum_OI is not None:
+            add_weight_gradient(sum_OI, grad_NO, input_NI)
+        elif ctx.needs_input_grad[1]:
+            grad_OI = grad_NO.t() @ input_NI
         grad_bias_O = grad_NO.sum(0) if ctx.needs_input_grad[2] else None
-        return grad @ weight_OI, None, grad_bias_O, None, None
+        grad_input = fp8_input_gradient(grad, tuple(fp8)) if fp8 else grad @ weight_OI
+        return grad_input, grad_OI, grad_bias_O, None, None, *[None] * len(fp8)
 
 
 @torch.library.custom_op("penstock::add_weight_gradient", mutates_args={"sum_OI"})
@@ -141,7 +163,10 @@ def _join(layers: list[Any]) -> None:
 
 def joint_views(layers: list[SummedLinear]) -> tuple[Tensor, Tensor] | None:
     """Return the layers' weights as one tensor, and their sums; None unless each lie side by side."""
-    weight_OI, sum_OI = fused_view([layer.weight for layer in layers]), fused_view([layer.sum_OI for layer in layers])
+    sums = [layer.sum_OI for layer in layers if layer.sum_OI is not None]
+    if len(sums) < len(layers):
+        return None
+    weight_OI, sum_OI = fused_view([layer.weight for layer in layers]), fused_view(sums)
     if weight_OI is None or sum_OI is None:
         return None
     return _alone(weight_OI), _alone(sum_OI)

@@ -20,6 +20,7 @@ from penstock.engines.families.shape import read_shape
 from penstock.engines.families.tiny import SPECIAL
 from penstock.engines.groups.placement import reference_is_base, reshard_strategy
 from penstock.engines.kernels.attention_kernel import kernels_on
+from penstock.engines.kernels.fp8_blocks import compute_in_fp8
 from penstock.engines.kernels.sequence_parallel import ranks_together
 from penstock.engines.models.loading import causal_lm_shapes, load_reward_model
 from penstock.engines.models.models import PackedPolicy, PackedRewardModel
@@ -69,6 +70,8 @@ def build(models: RankModels, command: Build) -> Built:
         build_critics(models, critic_folder, config.agents, steps)
     if "reference" in roles and not reference_is_base(config, roles):
         models.frozen["reference"] = _frozen_policy(models, folder)
+        if config.actor.fp8:  # as the actor, so that their log-probs differ by the weights alone
+            models.reference_fp8 = compute_in_fp8(models.frozen["reference"])
     return _build_rest(models, command, parameters, trained)
 
 
@@ -122,6 +125,7 @@ def _build_actor(models: RankModels, command: Build, steps: int) -> tuple[int, i
             steps,
             stops_at=models.config.faults.stops_at,
             ranks=ranks_together(config.sequence_parallel),
+            fp8=config.fp8,
         )
     if "reference" not in command.roles:
         keep_head(models)

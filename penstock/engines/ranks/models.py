@@ -25,9 +25,12 @@ from penstock.engines.batches.shares import ALONE, RankSet
 from penstock.engines.commands.finetuning import Step
 from penstock.engines.commands.rollout import PartialResults
 from penstock.engines.families.attention import needs_flex
+from penstock.engines.families.fp8 import refuse_device
 from penstock.engines.families.images import IMAGES_ON_GPUS, NO_IMAGES_ON_GPUS
 from penstock.engines.families.shape import ModelShape, read_settings
 from penstock.engines.kernels.attention_kernel import choose_attention
+from penstock.engines.kernels.flash_attention import on_hopper
+from penstock.engines.kernels.fp8_blocks import Fp8Blocks
 from penstock.engines.kernels.lm_head import Head
 from penstock.engines.kernels.sequence_parallel import ranks_together
 from penstock.engines.models.expert_parallel import cut_experts
@@ -84,6 +87,7 @@ class RankModels:
         portions: of an iteration, whose gradient the actor's trainer has summed.
         reference_refreshed: the reference is no longer the starting model.
         reference_head: language head of a reference in another group (penstock/engines/ranks/reference.py).
+        reference_fp8: what it computes with where the actor computes in FP8.
         images: that rows name.
         newest: what the newest command tells and did.
         host_activations: of the trained models whose blocks keep their inputs in host memory.
@@ -111,6 +115,7 @@ class RankModels:
     portions: Portions = field(default_factory=Portions)
     reference_refreshed: bool = False
     reference_head: Head | None = None
+    reference_fp8: Fp8Blocks | None = None
     images: ImageFolder | None = None
     newest: NewestCommand = field(default_factory=NewestCommand)
     host_activations: list[HostActivations] = field(default_factory=list)
@@ -119,9 +124,11 @@ class RankModels:
         """Take over the configuration, before a model is loaded.
 
         Raises:
-            UserError: this rank cannot have the kernel of attention that it names.
+            UserError: this rank cannot have the kernel of attention that it names, or compute in FP8.
         """
         choose_attention(config.model.attention, self.device.type, self.compares)
+        if config.in_fp8 and self.device.type == "cuda" and not on_hopper():
+            refuse_device(config, torch.cuda.get_device_name())
         self.config = config
 
     def see(self, images: str | None, folder: str) -> None:
@@ -182,11 +189,19 @@ class RankModels:
 
     def model(self, name: str) -> nn.Module:
         """Return the model of a name, ready for a pass without gradients."""
+        if name == "reference" and self.reference_fp8 is not None:  # it may have been refreshed or restored
+            self.reference_fp8.renew()
         if name in self.frozen:
             return self.frozen[name]
         engine = self.trainers[name].engine
         engine.eval()
         return engine
+
+    def in_fp8(self, role: CountedModel) -> bool:
+        """Whether a model's blocks compute in FP8."""
+        if role == "reference":
+            return self.reference_fp8 is not None
+        return role == "actor" and role in self.trainers and self.config.actor.fp8
 
     def ranks_of(self, role: CountedModel) -> RankSet:
         """Return the ranks that compute micro-batches of a role together; a reference follows the actor beside it."""

@@ -46,7 +46,7 @@ from penstock.engines.models.models import language_head
 from penstock.engines.ranks.forward import per_token
 from penstock.engines.ranks.models import RankModels
 from penstock.engines.ranks.serving.handlers import carries_out
-from penstock.engines.sizing.flops import forward_flops
+from penstock.engines.sizing.flops import forward_flops, fp8_flops
 from penstock.engines.training.full_kl import reference_of, with_states
 from penstock.engines.weights.buckets import one_ahead
 from penstock.engines.weights.checksum import word_sum
@@ -91,7 +91,7 @@ def reference_states(models: RankModels, command: ReferenceStates) -> None:
 def _reference(models: RankModels) -> Iterator[Any]:
     """Return the reference, ready for a pass; beside an actor with adapters it is that actor without them."""
     if "reference" in models.frozen:
-        yield models.frozen["reference"]
+        yield models.model("reference")
         return
     models.model("actor")
     with without_adapters(models.lm):
@@ -115,7 +115,10 @@ def _pass_without_head(models: RankModels, rows: Rows) -> dict[str, float]:
     if not shape.explained:
         return work
     lengths = rows.prompts.lengths_B, rows.responses.lengths_B
-    return work | {"flops": forward_flops(shape, *lengths, scalar_head=True, shared_B=rows.shared_B)}
+    work["flops"] = forward_flops(shape, *lengths, scalar_head=True, shared_B=rows.shared_B)
+    if models.in_fp8("reference"):
+        work["fp8_flops"] = fp8_flops(shape, *lengths, shared_B=rows.shared_B, passes=1)
+    return work
 
 
 @carries_out(LogprobsAndKl)

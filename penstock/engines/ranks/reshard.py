@@ -83,7 +83,8 @@ def shared_and_copied(models: RankModels) -> tuple[int, int]:
     """Return how many of the rollout engine's parameters are the actor's own, and how many have to be written."""
     if models.generator is None:
         return 0, 0
-    shared, copied = len(models.generator.binding.shared), len(models.generator.binding.copied)
+    binding = models.generator.binding
+    shared, copied, in_fp8 = len(binding.shared), len(binding.copied), len(binding.fp8)
     if reshard_strategy(models.config) in ("broadcast", "folder"):  # shared with this rank's own buffer
-        return 0, shared + copied
-    return shared, copied
+        return 0, shared + copied + in_fp8
+    return shared, copied + in_fp8

@@ -51,6 +51,7 @@ from penstock.engines.rollout.decode_loop import DecodeLoop, Share
 from penstock.engines.rollout.environments.host import Environments
 from penstock.engines.rollout.episode import homes_of
 from penstock.engines.rollout.episodes import EpisodeLoop
+from penstock.engines.rollout.fp8.weights import Fp8Copies, serve_in_fp8
 from penstock.engines.rollout.games.loop import GameLoop
 from penstock.engines.rollout.partial_results import PartialResultSender
 from penstock.engines.rollout.prompt_queue import EnginePlace, place_of, prompt_queue
@@ -136,7 +137,8 @@ class Generator:
             versions.let_images_come_prepared(described.architectures[0], demand.max_prompt_tokens)
         versions.warm_up_as(sampling_at_start(config, demand.logprobs))
         with _global_randomness_kept():
-            bound = register_loader("penstock", shapes, served.storage)
+            in_fp8 = serve_in_fp8 if config.weights == "fp8" else None
+            bound = register_loader("penstock", shapes, served.storage, in_fp8)
             length = demand.max_prompt_tokens + config.max_response_tokens
             shape = shape_of_weights(settings, shapes)
             kv_cache = kv_cache_bytes(config, self.max_sequences, shape, length, dtype, self.cuda)
@@ -164,6 +166,7 @@ class Generator:
             self.capture.follow(self.llm)
         self.loop = DecodeLoop(self.llm, coasting, config.keeps_kv_cache, self.capture)
         self.binding = bound[-1]
+        self.fp8_copies = Fp8Copies(self.model)
         self.images, self.looks_anew = served.images, served.encoder_learns
         self.own_reshard: Callable[[], int] | None = None  # one that this rank's group makes without another group
         self.asleep: set[str] = set()
@@ -179,11 +182,11 @@ class Generator:
         return place_of(rank, sharing.ranks, self.config.tensor_parallel)
 
     def reshard(self, transfer: Callable[[], int]) -> int:
-        """Let `transfer` bring and verify weights; return the bytes it moved."""
-        if self.binding.copied:
+        """Let `transfer` bring and verify weights, and have copies in FP8 made of them; return the bytes written."""
+        if self.binding.writes:
             self._wake("weights")
         self.dropped = False
-        return transfer()
+        return transfer() + self.fp8_copies()
 
     def generation(
         self,
@@ -289,7 +292,7 @@ class Generator:
         a model that sees: beside its weights vLLM keeps positions and images' deeper levels, which it would lose.
         """
         if self.sleeps and not self.asleep:
-            self.dropped = self.own_reshard is not None and bool(self.binding.copied) and self.images is None
+            self.dropped = self.own_reshard is not None and self.binding.writes and self.images is None
             free = torch.cuda.mem_get_info()[0]
             self.llm.sleep(level=2 if self.dropped else 1)
             self.unmapped = torch.cuda.mem_get_info()[0] - free
@@ -375,8 +378,12 @@ def engine_arguments(
         "logprobs_mode": "processed_logprobs" if logprobs else "raw_logprobs",
         "disable_log_stats": True,
         # vLLM keeps compiled code by its settings and the rank, but the code names the GPU: the same rank elsewhere,
-        # which sees its GPU under another number, would load it in vain.
-        "additional_config": {"gpu": gpu, **({"gdn_prefill_backend": "triton"} if states else {})},
+        # which sees its GPU under another number, would load it in vain. Nor do settings say which products it has.
+        "additional_config": {
+            "gpu": gpu,
+            **({"gdn_prefill_backend": "triton"} if states else {}),
+            **({"weights": "fp8"} if config.weights == "fp8" else {}),
+        },
         "seed": 0,
         **(versions.prepared_images(images) if images else {}),
         **({"mamba_ssm_cache_dtype": "float32"} if states else {}),

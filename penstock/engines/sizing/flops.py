@@ -9,6 +9,7 @@ blocks that a kernel computes in vain earn no credit. Differences to the usual "
 - a prompt is counted once for all its samples: its hidden states do not depend on what follows;
 - with LoRA, frozen matrices get no gradient of their own: they count once in the backward pass, not twice;
 - layers that carry a state are counted by their recurrence, and convolutions before it as a matrix;
+- products in FP8 count as all others, and take half as long at their peak (`bfloat16_flops`);
 - the embedding is a lookup, and norms, activations and rotary embeddings are no matrices: neither counts.
 
 Lengths are arrays with one entry per row (`_B`). Of experts those count that a token meets. Left out:
@@ -46,6 +47,7 @@ BF16_TERAFLOPS = (
     (r"RTX 4090$", 165.2),  # Ada whitepaper (a Laptop, D or Ti is another chip)
     (r"RTX 3090$", 71.0),  # GA102 whitepaper
 )
+FP8_FASTER = 2  # Hopper data sheets: a dense FP8 peak of twice bfloat16's
 A_PART = r"MIG|-\d+[ABCQ]$"  # a slice, or a virtual GPU
 
 
@@ -138,6 +140,22 @@ def training_flops(
     if not scalar_head:  # a critic's head is trained
         resting += _head_flops(shape, _own_responses(prompt_B, response_B, shared_B), shape.vocabulary)
     return whole - resting
+
+
+def fp8_flops(
+    shape: ModelShape, prompt_B: np.ndarray, response_B: np.ndarray, *, shared_B: np.ndarray, passes: int
+) -> float:
+    """FLOPs that FP8 products do of `training_flops` (`passes` 2: outputs, inputs' gradients) or `forward_flops` (1).
+
+    These are those of the linear layers of attention and MLPs (penstock/engines/kernels/fp8_blocks.py).
+    """
+    matrices = shape.layers * sum(rows * columns for rows, columns in shape.matrices.values())
+    return 2.0 * passes * matrices * float((prompt_B + response_B - shared_B).sum())
+
+
+def bfloat16_flops(flops: float, in_fp8: float) -> float:
+    """Return the FLOPs of bfloat16 that take as long at its peak as `flops` do, `in_fp8` of them at that of FP8."""
+    return flops - in_fp8 + in_fp8 / FP8_FASTER
 
 
 def generation_flops(shape: ModelShape, prompt_B: np.ndarray, response_B: np.ndarray, samples: int) -> float:

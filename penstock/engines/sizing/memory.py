@@ -323,6 +323,8 @@ def _states(name: str, trainer: TrainerConfig, rank: Rank, models: int = 1) -> P
         del states[f"{name} masters and moments"]
     if elsewhere and trainer.offload == "all":
         del states[f"{name} weights"]
+    if in_fp8(trainer):
+        states[f"{name} weights in FP8"] = _fp8_bytes(shape)
     if trainer.hpz:
         states[f"{name} weights of the host"] = rank.width * weights // rank.ranks_on_host
     if stage <= 1 and rank.width == 2:  # DeepSpeed's other optimizer: it keeps a buffer of all gradients for good
@@ -342,6 +344,8 @@ def _rest(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig])
     for role in frozen:
         if role in rank.shapes and not (role == "reference" and reference_is_base(config, rank.shapes)):
             parts[role] = rank.width * rank.shapes[role].parameters
+            if role == "reference" and config.trains and config.actor.fp8:
+                parts["reference in FP8"] = _fp8_bytes(rank.shapes[role])
     if "actor" in rank.shapes and "reference" not in rank.shapes and config.algorithm.full_kl:
         parts["reference head"] = rank.width * rank.shapes["actor"].vocabulary * rank.shapes["actor"].hidden_size
     if "rollout" in rank.shapes and _stays(config):
@@ -357,7 +361,9 @@ def _rest(config: TrainConfig, rank: Rank, trained: Mapping[str, TrainerConfig])
         merged = shared and config.actor.lora is not None and config.actor.lora.experts  # and counted so
         apart = shape.family.transposed or (shared and experts_elsewhere(config.actor, shape))
         own += shape.expert_parameters if apart and not merged else 0  # vLLM has copies of them
-        parts |= {"rollout weights": rank.width * own // config.rollout.tensor_parallel} if own else {}
+        size = rank.width * own // config.rollout.tensor_parallel
+        size += shape.block_matrices if config.rollout.weights == "fp8" else 0  # a byte of each, beside them
+        parts |= {"rollout weights": size} if size else {}
     return parts
 
 
@@ -408,11 +414,21 @@ def _computation(trainer: TrainerConfig, rank: Rank, shape: ModelShape, recomput
         width=rank.width,
         device=rank.device,
         compiled=rank.device == "cuda" and stage < 3,
-        gated=rank.gated_mlp and summed and bool(shape.family.gated_mlps),
+        gated=(rank.gated_mlp or in_fp8(trainer)) and summed and bool(shape.family.gated_mlps),
         checkpointing=recomputed.activations,
         exchanged=ranks_together(trainer) > 1,
         on_host=trainer.offload_activations and rank.device == "cuda",
     )
+
+
+def in_fp8(trainer: TrainerConfig) -> bool:
+    """Whether a model's blocks compute in FP8."""
+    return isinstance(trainer, ActorConfig) and trainer.fp8
+
+
+def _fp8_bytes(shape: ModelShape) -> int:
+    """Return what the weights of all blocks take in FP8, once for each pass; their scales are a thousandth of that."""
+    return 2 * shape.layers * sum(rows * columns for rows, columns in shape.matrices.values())
 
 
 def _kept_by_adapters(trainer: TrainerConfig, rank: Rank, shape: ModelShape, micro_batch: MicroBatch) -> int:

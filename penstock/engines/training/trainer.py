@@ -35,6 +35,7 @@ from penstock.configs.sections.optimizer import OptimizerConfig
 from penstock.configs.sections.trainer import TrainerConfig
 from penstock.engines.batches.shares import ALONE, RankSet
 from penstock.engines.kernels import gated_mlp
+from penstock.engines.kernels.fp8_blocks import compute_in_fp8
 from penstock.engines.kernels.gated_mlp import gate_in_products
 from penstock.engines.kernels.weight_gradients import count_sums, sum_in_products
 from penstock.engines.models.loading import in_float32
@@ -92,6 +93,7 @@ class Trainer:
         remedy: what to do where gradients are not finite.
         stops_at: how many steps in a row without a finite gradient end the training.
         ranks: those that compute each micro-batch together with this one.
+        fp8: whether the blocks' linear layers compute in FP8.
 
     Attributes:
         steps: optimizer steps so far, also those that were skipped.
@@ -107,6 +109,7 @@ class Trainer:
         remedy: str = REMEDY,
         stops_at: int = SKIPPED_IN_A_ROW,
         ranks: RankSet = ALONE,
+        fp8: bool = False,
     ) -> None:
         self.config, self.total_steps, self.steps, self._remedy = config, total_steps, 0, remedy
         self.skipped = self._skipped_in_a_row = 0
@@ -135,7 +138,8 @@ class Trainer:
         for parameter, values in exact.items():  # DeepSpeed has rounded them
             parameter.data = values
         sum_in_products(module, self._optimizer)
-        if self.device.type == "cuda" and gated_mlp.usable():
+        self._fp8 = compute_in_fp8(module) if fp8 else None
+        if not fp8 and self.device.type == "cuda" and gated_mlp.usable():
             gate_in_products(module)
         if config.offload_optimizer:
             self._offload_states()
@@ -209,6 +213,7 @@ class Trainer:
             raise self._not_finite("1 optimizer step")
         count_sums(self._optimizer)
         self.engine.step()
+        self.renew_fp8()
         self.steps += 1
         grad_norm = float(self.engine.get_global_grad_norm()) if plain_norm is None else plain_norm
         self._count_skipped(grad_norm)
@@ -295,7 +300,13 @@ class Trainer:
                 for name in share.group[STATES]:
                     saved.copy_state(name, share, state[name])
             rebuild_weights(self._optimizer)
+        self.renew_fp8()
         self.steps = saved.steps
+
+    def renew_fp8(self) -> None:
+        """Make the FP8 copies anew of weights that have changed."""
+        if self._fp8 is not None:
+            self._fp8.renew()
 
     def close(self) -> None:
         """Free the engine, its buffers and the model."""

@@ -9,9 +9,9 @@ Left out: which parts belong together (slices.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,12 @@ class Binding:
 
     shared: tuple[Counterpart, ...]  # views of the storage given: current without a copy
     copied: tuple[Counterpart, ...]  # with storage of their own, which a reshard writes and compares
+    fp8: tuple[str, ...] = ()  # layers with a copy of eight bits beside theirs, which it makes anew and compares
+
+    @property
+    def writes(self) -> bool:
+        """Whether a reshard writes into vLLM's own storage."""
+        return bool(self.copied or self.fp8)
 
 
 def bind(
@@ -122,8 +128,17 @@ def without_storage() -> Iterator[None]:
         nn.Embedding.reset_parameters = draw  # type: ignore[method-assign]
 
 
-def register_loader(name: str, shapes: Shapes, storage: Mapping[str, torch.Tensor]) -> list[Binding]:
-    """Register a vLLM model loader that binds to `storage`; the returned list receives the binding when it has run."""
+def register_loader(
+    name: str,
+    shapes: Shapes,
+    storage: Mapping[str, torch.Tensor],
+    serve_in_fp8: Callable[[nn.Module, Family], tuple[str, ...]] | None = None,
+) -> list[Binding]:
+    """Register a vLLM model loader that binds to `storage`; the returned list receives the binding when it has run.
+
+    Args:
+        serve_in_fp8: lets layers compute with copies of eight bits, and names them.
+    """
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
@@ -153,7 +168,8 @@ def register_loader(name: str, shapes: Shapes, storage: Mapping[str, torch.Tenso
                     give_head_its_bias(model, family, shapes)
                     if family.mixers:
                         compute_from_weights(model, model_config.dtype)
-                result.append(bind(model, shapes, storage, model_config.dtype, family))
+                bound = bind(model, shapes, storage, model_config.dtype, family)
+                result.append(bound if serve_in_fp8 is None else replace(bound, fp8=serve_in_fp8(model, family)))
                 before = held(model)
                 process_weights_after_loading(model, model_config, device)
             if made := [name for name, place in held(model).items() if before.get(name) != place]:

@@ -131,8 +131,8 @@ begin = time.monotonic()
 time.sleep(float(sys.argv[2]))
 assert "PREFECT_API_URL" not in os.environ
 lane = pathlib.Path(os.environ["PREFECT_HOME"]).parent.name
-store = os.environ["MLFLOW_TRACKING_URI"]
-pathlib.Path(sys.argv[1]).write_text(f"{lane} {store} {begin} {time.monotonic()}")
+store, gpus = os.environ["MLFLOW_TRACKING_URI"], os.environ.get("PENSTOCK_GPU_CLAIMS", "everybody's")
+pathlib.Path(sys.argv[1]).write_text(f"{lane} {store} {begin} {time.monotonic()} {gpus}")
 print("the last line")
 sys.exit(int(sys.argv[3]))
 """
@@ -163,10 +163,22 @@ def test_commands_share_the_lanes_and_say_how_they_ended(tmp_path: Path) -> None
     assert ended["2"].tail == "the last line"
     spans = [(tmp_path / f"out-{number}").read_text(encoding="utf-8").split() for number in range(4)]
     for lane in ("lane-0", "lane-1"):
-        own = sorted((float(begin), float(end)) for name, _, begin, end in spans if name == lane)
+        own = sorted((float(begin), float(end)) for name, _, begin, end, _ in spans if name == lane)
         assert len(own) == 2
         assert own[0][1] < own[1][0], "one after the other"
         assert {store for name, store, *_ in spans if name == lane} == {f"sqlite:///{tmp_path / lane / 'mlflow.db'}"}
+
+
+@pytest.mark.usefixtures("instead_of_penstock")
+@pytest.mark.parametrize(("lanes", "waits"), [(1, True), (2, False)])
+def test_lanes_share_gpus(lanes: int, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is told of its own trainings alone. Control: a single one waits for a GPU like every training here."""
+    monkeypatch.delenv("PENSTOCK_GPU_CLAIMS", raising=False)
+    commands = {str(number): [str(tmp_path / f"out-{number}"), "0", "0"] for number in range(2)}
+    assert all(item.code == 0 for item in side_by_side.side_by_side(commands, lanes, tmp_path, {}))
+    told = {(tmp_path / f"out-{number}").read_text(encoding="utf-8").split(maxsplit=4)[4] for number in range(2)}
+    own = {str(tmp_path / f"lane-{lane}" / "gpus") for lane in range(2)}
+    assert told == ({"everybody's"} if waits else own)
 
 
 def test_leaving_early_ends_what_runs(tmp_path: Path, instead_of_penstock: list[subprocess.Popen[bytes]]) -> None:

@@ -37,7 +37,8 @@ class Trainings:
 
     def records(self, after: float) -> list[dict[str, Any]]:
         """As `metrics.jsonl` holds them."""
-        return [{"iteration": n, "metrics": {"heldout/accuracy": value}} for n, value in ((0, 0.3), (6, after))]
+        values = ((0, 0.3, {"rollout/logprob_gap": 0.2}), (1, 0.4, {"rollout/logprob_gap": 0.1}), (6, after, {}))
+        return [{"iteration": n, "metrics": {"heldout/accuracy": value} | more} for n, value, more in values]
 
 
 def test_both_trainings_of_a_seed_differ_in_the_mode_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +55,7 @@ def test_both_trainings_of_a_seed_differ_in_the_mode_alone(monkeypatch: pytest.M
         (seed, name) for seed in (3, 4) for name in (SYNCHRONOUS, MODE)
     ]
     assert result.figures["difference"] == pytest.approx(0.03)
+    assert {row["logprob_gap"] for row in result.details} == {0.2}
     assert result.settings["mode"] == [TAIL]
 
 

@@ -32,6 +32,23 @@ def test_the_share_of_tokens_that_end_a_response(
     assert share == pytest.approx(tokens / make_model.VOCABULARY, rel=0.5)
 
 
+def test_a_shape_may_have_fewer_layers_and_a_smaller_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What ends a response is in it, and so is every token of the tokenizer. Control: the shape itself has four."""
+    small = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 16}
+    monkeypatch.setitem(make_model.SHAPES, "small", small)
+    monkeypatch.setitem(make_model.KV_HEADS, "small", 2)
+    made = []
+    for name, options in (("whole", {}), ("part", {"layers": 1, "vocabulary": 512})):
+        make_model.main("small", tmp_path / name, **options)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        generation = json.loads((tmp_path / name / "generation_config.json").read_text())
+        tokens = json.loads((tmp_path / name / "tokenizer.json").read_text())["model"]["vocab"]
+        made.append((config["num_hidden_layers"], config["vocab_size"], len(tokens), generation["eos_token_id"]))
+    assert made == [(4, 151_936, 151_936, [151_935]), (1, 512, 512, [511])]
+
+
 def test_a_mixture_has_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Made by its own name, it loads as one; what is smaller here is its sizes. Control: the other shapes have none."""
     small = {

@@ -87,6 +87,18 @@ def test_a_rollout_engine_that_computes_otherwise_ends_the_run(
     assert 1e-4 < compare(ranks, ranks, sections)["rollout/logprob_gap"] < 10
 
 
+def test_with_fp8_its_rounding_is_no_reason_to_stop(one_rank: Ranks, folder_of: FolderOf) -> None:
+    """On one side alone, so that float32 shows it. Controls: the limit of float32, and weights of something else."""
+    sections = {"rollout": {**SMALL["rollout"], "weights": "fp8"}}
+    one_rank.build(folder_of(Shape("qwen2", tied=True)), ("actor", "rollout"), **sections)
+    assert 0.02 < compare(one_rank, one_rank, sections)["rollout/logprob_gap"] < 0.5
+    with pytest.raises(LogprobGapError, match=r"; 0\.0001 is"):
+        compare(one_rank, one_rank)
+    one_rank.ask("disturb", rank=0, by=1.0)
+    with pytest.raises(LogprobGapError, match=r"; 0\.5 is"):
+        compare(one_rank, one_rank, sections)
+
+
 def test_two_groups_are_compared_likewise(
     one_rank: Ranks, two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from penstock.engines.commands.rollout import EngineResponses
 from penstock.engines.families.shape import ModelShape, shape_of_weights
 from penstock.engines.rollout.batch_sizes import CPU_KV_CACHE_LIMIT
 from penstock.engines.rollout.engine import GIB, Generator, engine_arguments, kv_cache_bytes, stop_token_ids
+from penstock.engines.weights.loader import Binding
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import EOS, Ranks, Shape
 from tests.engines.unpacked import load_unpacked, row_logprobs, row_tokens
@@ -276,14 +277,15 @@ def test_an_engine_with_states_keeps_them_in_float32_and_needs_no_flashinfer() -
 
 
 def test_compiled_code_of_another_gpu_is_another_engines() -> None:
-    """vLLM finds compiled code by a hash of its settings. Control: of the same GPU it is the same."""
+    """vLLM finds compiled code by a hash of its settings; so is that of other products. Control: of the same GPU."""
     from vllm.config import VllmConfig
 
-    def found_by(gpu: int | None) -> str:
-        started = engine_arguments(RolloutConfig(), 12, 99, GIB, gpu=gpu, sleeps=False, logprobs=False)
+    def found_by(gpu: int | None, **settings: Any) -> str:
+        started = engine_arguments(RolloutConfig(**settings), 12, 99, GIB, gpu=gpu, sleeps=False, logprobs=False)
         return VllmConfig(additional_config=started["additional_config"]).compute_hash()
 
     assert len({found_by(gpu) for gpu in (None, 0, 1, 1)}) == 3
+    assert len({found_by(0), found_by(0, weights="auto"), found_by(0, weights="fp8"), found_by(1, weights="fp8")}) == 3
 
 
 @pytest.mark.parametrize("emptied", [True, False])
@@ -320,3 +322,26 @@ def test_an_engine_falls_asleep_once_after_it_was_awake(monkeypatch: pytest.Monk
     generator.sleeps, generator.asleep = False, set()
     generator.sleep()
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("layers", [("layer",), ()], ids=["with copies", "without"])
+def test_copies_in_fp8_are_dropped_in_sleep_and_made_again(
+    layers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the reshard that this group makes alone. Control: where all is the trainer's nothing is dropped."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB, 2 * GIB))
+    calls: list[Any] = []
+    generator = Generator.__new__(Generator)
+    generator.sleeps, generator.asleep, generator.unmapped, generator.looks_anew = True, set(), 0, False
+    generator.dropped, generator.images = False, None
+    generator.binding, generator.own_reshard = Binding((), (), layers), lambda: calls.append("weights") or 0
+    generator.fp8_copies = lambda: calls.append("copies") or 0  # type: ignore[assignment]
+    generator.llm = SimpleNamespace(
+        sleep=lambda level: calls.append(level),
+        wake_up=lambda tags: calls.extend(tags),
+        reset_prefix_cache=lambda: True,
+    )
+    generator.loop = SimpleNamespace(version=7, keys_of=None)  # type: ignore[assignment]
+    generator.sleep()
+    generator.wake()
+    assert calls == ([2, "weights", "weights", "copies", "kv_cache"] if layers else [1, "weights", "kv_cache"])

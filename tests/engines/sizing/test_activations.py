@@ -21,6 +21,7 @@ from penstock.engines.batches.shares import RankSet
 from penstock.engines.families.shape import ModelShape, read_shape
 from penstock.engines.kernels import lm_head as logprobs
 from penstock.engines.kernels import sequence_parallel
+from penstock.engines.kernels.fp8_blocks import compute_in_fp8
 from penstock.engines.kernels.gated_mlp import gate_in_products
 from penstock.engines.kernels.weight_gradients import sum_in_products
 from penstock.engines.models.expert_parallel import cut_experts
@@ -102,6 +103,29 @@ def test_the_table_is_what_compiled_blocks_keep(
     assert predicted(True, gated) == pytest.approx(kept, rel=0.01)
     assert predicted(True, not gated) != pytest.approx(kept, rel=0.03)
     assert predicted(False, False) > 1.3 * kept
+
+
+@pytest.mark.slow
+def test_the_table_is_what_blocks_in_fp8_keep(folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with the other MLP in four products: rounded rows are made again. Control: the table without it."""
+    folder = folder_of(SHAPES[1])
+    lm = load_causal_lm(folder, torch.bfloat16, False)
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=PARTITIONED))
+    compile_blocks(lm)
+    policy = PackedPolicy(lm).train()
+    optimizer, sums = sums_of(policy)
+    sum_in_products(policy, optimizer)
+    weights = {str(number): one for number, one in enumerate(compute_in_fp8(policy).weights)}
+    copies = {
+        name + part: rows for name, one in weights.items() for part, rows in zip("abcd", one.tensors, strict=True)
+    }
+    kept = _kept(policy, _rows(1), {**sums, **copies})
+
+    def predicted(gated: bool) -> int:
+        return kept_bytes(read_shape(folder), Computation(2, "cpu", True, gated), MICRO_BATCH)
+
+    assert predicted(True) == pytest.approx(kept, rel=0.01)
+    assert predicted(False) != pytest.approx(kept, rel=0.03)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

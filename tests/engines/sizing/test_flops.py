@@ -22,7 +22,14 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from penstock.benchmarks.workload.families import write_family
 from penstock.engines.families.shape import ModelShape, read_shape
-from penstock.engines.sizing.flops import forward_flops, generation_flops, peak_flops, training_flops
+from penstock.engines.sizing.flops import (
+    attention_flops,
+    forward_flops,
+    fp8_flops,
+    generation_flops,
+    peak_flops,
+    training_flops,
+)
 from tests.engines.shared_ranks import Shape
 
 PROMPTS, RESPONSES = np.array([3, 3, 6, 6]), np.array([1, 4, 2, 5])
@@ -105,6 +112,21 @@ def test_what_rows_share_is_counted_once(folder_of: FolderOf) -> None:
         spared = forward_flops(sizes, PROMPTS[1:2], np.array([beyond]), scalar_head=False)
         assert apart - once == spared > 0
         assert training_flops(sizes, PROMPTS, RESPONSES, **counted) == 3 * once
+
+
+def test_flops_in_fp8_are_those_of_the_blocks_linear_layers(folder_of: FolderOf) -> None:
+    """All but attention's pairs and the head; two thirds of them in training: weights' gradients stay bfloat16."""
+    sizes, none = read_shape(folder_of(SHAPES[0])), np.zeros_like(PROMPTS)
+    shared = np.array([0, PROMPTS[1], 0, 0])
+    one = fp8_flops(sizes, PROMPTS, RESPONSES, shared_B=shared, passes=1)
+    pairs = attention_flops(sizes, PROMPTS + RESPONSES) - attention_flops(sizes, shared)
+    head = 2.0 * sizes.hidden_size * sizes.vocabulary * float(RESPONSES.sum())
+    assert one + pairs + head == forward_flops(sizes, PROMPTS, RESPONSES, scalar_head=False, shared_B=shared)
+    both = fp8_flops(sizes, PROMPTS, RESPONSES, shared_B=shared, passes=2)
+    assert both + one + 3 * (pairs + head) == training_flops(
+        sizes, PROMPTS, RESPONSES, scalar_head=False, shared_B=shared
+    )
+    assert fp8_flops(sizes, PROMPTS, none, shared_B=none, passes=1) < one
 
 
 def test_attention_follows_each_sequences_own_length() -> None:

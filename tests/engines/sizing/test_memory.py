@@ -602,6 +602,17 @@ def test_the_fullest_phase_counts() -> None:
     assert full.total == sum(full.parts.values()) > 60 * GIB
 
 
+def test_copies_in_8_bits_take_a_byte_of_each_number_of_a_blocks_matrices() -> None:
+    """Beside weights that are shared with the actor, or not; they leave the GPU with the KV cache. Control: none."""
+    shared, sharded = _rank(1, roles=("actor", "rollout")), _rank(2, roles=("actor", "rollout"))
+    matrices = 2 * 128 * (2 * 128 + 2 * 64 + 3 * 96)
+    for rank, actor, own in ((shared, {}, 0), (sharded, {"zero_stage": 3}, 2_000_000)):
+        for weights, copies in (("auto", 0), ("fp8", matrices)):
+            rollout = {"weights": weights, "sleep": True}
+            assert _phase("rollout", rank, actor=actor, rollout=rollout).get("rollout weights", 0) == own + copies
+            assert "rollout weights" not in _phase("update of the actor", rank, actor=actor, rollout=rollout)
+
+
 def test_the_kv_cache_is_what_was_asked_for_or_the_least_that_is_useful() -> None:
     """Keys and values of 16 sequences at full length: 2 x 2 layers x 2 heads x 32 x 2 bytes per token."""
     rollout = {"max_response_tokens": 100}

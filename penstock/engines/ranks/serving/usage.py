@@ -13,7 +13,7 @@ import torch
 
 from penstock.engines.batches.packing import Rows
 from penstock.engines.ranks.models import CountedModel, RankModels
-from penstock.engines.sizing.flops import forward_flops, training_flops
+from penstock.engines.sizing.flops import forward_flops, fp8_flops, training_flops
 
 GIB = 1 << 30
 
@@ -50,7 +50,7 @@ def _pool_bytes(tags: Collection[str]) -> int:
 def work_on(models: RankModels, rows: Rows, role: CountedModel, epochs: int) -> dict[str, float]:
     """Return `tokens` and `flops` of all ranks: of `epochs` passes of training, or of one forward pass for 0.
 
-    FLOPs are known of dense decoders.
+    FLOPs are known of dense decoders. Of a model that computes in FP8 `fp8_flops` are those of them that do.
     """
     rows, shape = rows.sequences, models.shapes[role]
     prompt_B, response_B = rows.prompts.lengths_B, rows.responses.lengths_B
@@ -61,6 +61,8 @@ def work_on(models: RankModels, rows: Rows, role: CountedModel, epochs: int) -> 
     adapters = shape.adapter_parameters_per_token(trainer.lora) if trainer is not None else 0
     count, times = (training_flops, epochs) if epochs else (forward_flops, 1)
     shared_B, scalar = rows.shared_B, role == "critic"
-    return work | {
-        "flops": times * count(shape, prompt_B, response_B, scalar_head=scalar, shared_B=shared_B, adapters=adapters)
-    }
+    work["flops"] = times * count(shape, prompt_B, response_B, scalar_head=scalar, shared_B=shared_B, adapters=adapters)
+    if models.in_fp8(role):
+        passes = 2 if epochs else 1
+        work["fp8_flops"] = times * fp8_flops(shape, prompt_B, response_B, shared_B=shared_B, passes=passes)
+    return work

@@ -1,0 +1,1 @@
+"""Rollouts in FP8: weights that vLLM computes with beside the trainer's."""
