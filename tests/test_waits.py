@@ -79,6 +79,7 @@ ENDS = {
     "penstock/environments/openenv_servers.py: server.process.wait": "holds a server until it or its worker ends",
     "penstock/environments/openenv_servers.py: self._connection.recv": USERS,
     "penstock/environments/worker.py: item.task.result": "it is done",
+    "penstock/environments/worker.py: self._has_ended.wait": "within `wait_for`, which has the time to hand back",
     "penstock/evaluators/running.py: called.future.result": USERS,
     "penstock/rewards/ahead.py: item.scores.result": "each request, and each call of a function, has a deadline",
     "penstock/rewards/ahead.py: self._call(samples, tolerated).scores.result": "likewise",

@@ -1,9 +1,10 @@
 """Worker processes in which episodes live, for a caller that must not wait for them.
 
 An episode stays in the process in which it began, since its state is there: so a pool has one process, and an
-episode's name says which. Calls travel in chunks, and a worker hands back what it has after a tenth of a second:
-neither a message per call, nor a long wait behind a slow one. Calls of an `async` environment go on meanwhile, and the
-worker is asked again; those of another are answered in turn, and those it did not come to are sent again.
+episode's name says which. Calls travel in chunks, and a worker hands back what it has after a tenth of a second at the
+latest: neither a message per call, nor a long wait behind a slow one. Those of an `async` environment go on meanwhile,
+and the worker, which hands back what ends soon after the first of them, is asked again; those of another are answered
+in turn, and those it did not come to are sent again.
 
 Left out: what happens inside (penstock/environments/worker.py), how a process that overruns or dies is replaced
 (penstock/usercode/workers.py), what an episode is made of (penstock/engines/rollout/episodes.py).

@@ -14,6 +14,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +28,9 @@ from penstock.environments.loading import Played, Tooled, is_async, load_environ
 from penstock.usercode.guard import DeadlineExceeded, begin_worker, reason_of, reward_and_parts, within, within_loop
 
 HAND_BACK_S = 0.1  # the longest that answers wait here for those of other episodes
+GATHER_S = 0.005  # of concurrent calls: how long the first answer waits for others, less than a step of the engine
+AT_ONCE = 32  # calls that begin together
+APART_S = 0.01  # after which the next ones begin, if those before have not ended
 
 
 @dataclass(frozen=True)
@@ -152,18 +156,24 @@ class AsyncPlayer:
     So calls go on, and see their deadlines in time, while the flow of messages to this worker stands still; and one
     loop lasts as long as the worker: clients that the user keeps between calls stay bound to it. What is not `async`
     runs in the loop, too, and holds it up.
+
+    A loop goes round: of hundreds of calls that begin together the first would end when the last does, and the engine
+    would have nothing until then. So they begin a few at a time, and what has ended is handed back meanwhile.
     """
 
     def __init__(self, make: Callable[[], Played], timeout_s: float, agents: tuple[str, ...] = ()) -> None:
         self._make, self._timeout_s, self._agents = make, timeout_s, agents
         self._episodes: dict[str, Played] = {}
+        self._unbegun: dict[int, Call] = {}
         self._under_way: dict[int, _UnderWay] = {}
+        self._beginning: asyncio.Task[None] | None = None
+        self._has_ended = asyncio.Event()  # a call, since answers were handed back
         self._cancelled: set[asyncio.Task[Reply]] = set()  # the loop alone would not keep a task
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
 
     def answer(self, calls: dict[int, Call]) -> Answered:
-        """Begin calls, and return what has ended of all: once nothing is under way, or when it is time to hand back."""
+        """Begin calls; return what has ended of all: soon after the first has, or when it is time to hand back."""
         return self._in_loop(self._answer(calls))
 
     def drop(self, episodes: list[str]) -> Answered:
@@ -175,17 +185,37 @@ class AsyncPlayer:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     async def _answer(self, calls: dict[int, Call]) -> Answered:
-        began = self._loop.time()
-        for number, call in calls.items():
-            self._under_way[number] = _UnderWay(call, self._loop.create_task(self._play(call)), began)
-        if self._under_way:
-            await asyncio.wait([item.task for item in self._under_way.values()], timeout=HAND_BACK_S)
+        self._unbegun |= calls
+        if self._beginning is None or self._beginning.done():
+            self._beginning = self._loop.create_task(self._begin_all())
+        await self._some_ended()
         replies: dict[int, Reply] = {}
         for number, item in [*self._under_way.items()]:
             if (reply := self._reply(item)) is not None:
                 replies[number] = reply
                 del self._under_way[number]
-        return Answered(replies, [*self._under_way])
+        self._has_ended.clear()
+        return Answered(replies, [*self._under_way, *self._unbegun])
+
+    async def _begin_all(self) -> None:
+        """Begin calls in the order in which they came."""
+        while self._unbegun:
+            tasks = [self._begin(number) for number in [*self._unbegun][:AT_ONCE]]
+            await asyncio.wait(tasks, timeout=APART_S)
+
+    def _begin(self, number: int) -> asyncio.Task[Reply]:
+        call = self._unbegun.pop(number)
+        task = self._loop.create_task(self._play(call))
+        task.add_done_callback(lambda _: self._has_ended.set())
+        self._under_way[number] = _UnderWay(call, task, self._loop.time())
+        return task
+
+    async def _some_ended(self) -> None:
+        """Wait until calls have ended, and a little for others that are about to."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._has_ended.wait(), HAND_BACK_S)
+        if self._under_way:
+            await asyncio.wait([item.task for item in self._under_way.values()], timeout=GATHER_S)
 
     def _reply(self, item: _UnderWay) -> Reply | None:
         """Return the reply to a call if there is one."""
@@ -204,9 +234,10 @@ class AsyncPlayer:
         gone = {*episodes}
         for name in gone:
             self._let_go(name)
+        self._unbegun = {number: call for number, call in self._unbegun.items() if call.episode not in gone}
         for number in [number for number, item in self._under_way.items() if item.call.episode in gone]:
             self._cancel(self._under_way.pop(number).task)
-        return Answered({}, [*self._under_way])
+        return Answered({}, [*self._under_way, *self._unbegun])
 
     def _let_go(self, name: str) -> None:
         episode = self._episodes.pop(name, None)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from penstock.configs.sections.rollout import EnvironmentConfig
+from penstock.environments import worker
+from penstock.environments.environment import Step
 from penstock.environments.pool import EnvironmentPool
-from penstock.environments.worker import Call, Reply
+from penstock.environments.worker import Answered, AsyncPlayer, Call, Reply
 from penstock.usercode.sandbox import obstacle
 from tests.waiting import came_true
 
@@ -77,6 +79,37 @@ def test_answers_come_while_other_calls_of_the_worker_wait(patient: EnvironmentP
     assert patient.awaited == 1
     patient.ask([Call("player", text="open")])
     assert patient.replies(wait_for=2) == {"player": Reply("6: fine"), "waiter": Reply("1: fine")}
+
+
+class _Holds:
+    """Each `reset` holds the event loop up for a millisecond, as a request of an agent does."""
+
+    async def reset(self, row: dict[str, Any], seed: int) -> str:
+        time.sleep(0.001)
+        return "fine"
+
+    async def step(self, text: str) -> Step:
+        return Step("fine")
+
+
+def begun_together(count: int) -> tuple[AsyncPlayer, Answered]:
+    """A player, and what it hands back first of calls that came in one message."""
+    player = AsyncPlayer(_Holds, LONG_S)
+    return player, player.answer({number: Call(str(number), row={}) for number in range(count)})
+
+
+def test_the_first_of_many_calls_are_handed_back_before_the_last_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So an engine has work meanwhile; dropped calls get no reply, begun or not. Control: all begin at once."""
+    count = 8 * worker.AT_ONCE
+    player, first = begun_together(count)
+    assert 0 < len(first.replies) < count and {*first.replies, *first.under_way} == {*range(count)}
+    *dropped, kept = first.under_way
+    assert player.drop([str(number) for number in dropped]).under_way == [kept]
+    while not (replies := player.answer({}).replies):
+        pass
+    assert [*replies] == [kept] and player.answer({}) == Answered({}, [])
+    monkeypatch.setattr(worker, "AT_ONCE", count)
+    assert len(begun_together(count)[1].replies) == count
 
 
 def test_a_plain_method_beside_a_coroutine(in_this_folder: None) -> None:
