@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -18,6 +17,8 @@ from penstock.environments.loading import load_environment, tools_told
 from penstock.environments.pool import EnvironmentPool
 from penstock.environments.worker import Call
 from penstock.usercode.sandbox import obstacle
+from tests.processes import alive
+from tests.waiting import until
 
 BOXED = pytest.mark.skipif(bool(obstacle()), reason="no sandbox on this machine")
 RIGHT, WRONG = "def double(x): return 2 * x", "def double(x): return x"
@@ -63,8 +64,7 @@ def test_what_a_run_started_ends_with_it() -> None:
     """Also in the background. Control: it had begun."""
     run = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
     number = int(started(seconds=20.0).run_python(f"import subprocess, sys; print({run}.pid)"))
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(number)], capture_output=True, text=True, check=False).stdout
-    assert state.strip()[:1] in ("", "Z")
+    until(lambda: not alive(number), 10, "what was killed has ended")
 
 
 def test_the_tests_of_the_problem_are_the_reward() -> None:
