@@ -12,6 +12,7 @@ Left out: what happens inside (penstock/environments/worker.py), how a process t
 
 from __future__ import annotations
 
+import os
 import time
 import zlib
 from collections import deque
@@ -50,7 +51,8 @@ class EnvironmentPool:
         if config.sandbox is not None:
             check_sandbox("environment.sandbox")
         sandbox = None if config.sandbox is None else config.sandbox.of_run(hidden=run)
-        self._workers = [_Worker(config, sandbox) for _ in range(config.workers)]
+        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._workers = [_Worker(config, sandbox) for _ in range(config.workers or default_workers(cores))]
         self._kept: dict[str, Reply] = {}  # that have come, and that nobody has asked for
         started = [item.started() for item in self._workers][0]  # asked of all, so that all have started
         self.stop, self.has_tools, self.is_agent = started.stop, started.has_tools, started.is_agent
@@ -219,3 +221,8 @@ class _Worker:
 
     def close(self) -> None:
         self._workers.close()
+
+
+def default_workers(cores: int) -> int:
+    """Return how many processes play where the recipe does not say: half of an engine's cores, its loop needs one."""
+    return min(8, max(2, cores // 2))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from penstock.configs.sections.rollout import EnvironmentConfig
-from penstock.environments.pool import EnvironmentPool
+from penstock.environments.pool import EnvironmentPool, default_workers
 from penstock.environments.worker import Call, Reply
 from penstock.usercode.sandbox import obstacle
 from tests.processes import alive, noted
@@ -212,6 +212,18 @@ def test_what_an_episode_starts_ends_with_its_worker(in_this_folder: None, tmp_p
     assert list(map(alive, children)) == [True] * 3
     other.close()
     assert not any(map(alive, children))
+
+
+def test_workers_grow_with_an_engines_cores_unless_the_recipe_says_how_many(
+    in_this_folder: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of a machine share its cores; a laptop keeps two processes. Control: a recipe that says how many."""
+    assert [default_workers(cores) for cores in (1, 2, 6, 16, 64)] == [2, 2, 3, 8, 8]
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(12)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for workers, expected in ((None, 3), (1, 1)):
+        with closing(EnvironmentPool(config_of(workers=workers, timeout_s=20.0))) as opened:
+            assert len(opened._workers) == expected
 
 
 def test_the_workers_end_with_the_pool(in_this_folder: None) -> None:

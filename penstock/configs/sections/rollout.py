@@ -38,7 +38,12 @@ class EnvironmentConfig(Section):
         "null: hermes, for Qwen2.5, Qwen3 and others that write JSON between <tool_call> and </tool_call>",
     )
     timeout_s: float = Field(10.0, gt=0, description="deadline for one call of reset or step, seconds")
-    workers: int = Field(2, ge=1, le=64, description="processes of each rollout engine in which episodes live")
+    workers: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="processes of each rollout engine in which episodes live; null: one per 2 of its CPU cores, 2 to 8",
+    )
     sandbox: SandboxConfig | None = Field(
         None, description="run episodes in a sandbox (bubblewrap); null: with the rights of the training"
     )
