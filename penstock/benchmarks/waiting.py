@@ -124,10 +124,17 @@ def _check_same(against: BenchResult, works: Sequence[Mapping[str, Any]]) -> Non
 
 def _differing(work: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
     """Return in what a work differs from that of a result, but for how often and how it does not wait."""
-    waiting: dict[str, Any] = dict.fromkeys(MODES)
-    asked, measured = ({**of, "rollout": {**of["rollout"], **waiting}} for of in (work, settings))
+    asked, measured = ({**of, "rollout": _that_waits(of["rollout"])} for of in (work, settings))
     names = asked.keys() | measured.keys() - {"iterations", "synchronous_iterations", "skipped"}
     return sorted(name for name in names if asked.get(name) != measured.get(name))
+
+
+def _that_waits(rollout: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a rollout as they are where it waits: with room for all, more room changes nothing."""
+    waiting = {**rollout, **dict.fromkeys(MODES)}
+    if (waiting["max_sequences"] or 0) >= rollout["prompts"] * rollout["samples"]:
+        waiting["max_sequences"] = None
+    return waiting
 
 
 def figures_of(rows: Sequence[Mapping[str, float]], skip: int, samples: int) -> dict[str, float]:

@@ -67,6 +67,12 @@ def test_both_trainings_are_of_the_same_work(monkeypatch: pytest.MonkeyPatch) ->
     carried = ["seed=3", "rollout.tail=null", "rollout.carry={extra: 0.5}"]
     measure(RECIPE, carried, "later", skip=1, synchronous=None, lognormal=False, against=result)
     assert asked[4:] == [carried]
+    # With room for more than are under way where it waits, it waits likewise. Control: with room for fewer.
+    room = [*carried, "rollout.max_sequences={}"]
+    roomy, narrow = ([*room[:-1], room[-1].format(places)] for places in (1024, 256))
+    measure(RECIPE, roomy, "later", skip=1, synchronous=None, lognormal=False, against=result)
+    with pytest.raises(UserError, match="differs in rollout"):
+        measure(RECIPE, narrow, "later", skip=1, synchronous=None, lognormal=False, against=result)
     with pytest.raises(UserError, match="differs in seed"):
         measure(RECIPE, [], "later", skip=1, synchronous=None, lognormal=False, against=result)
     with pytest.raises(UserError, match="may end by itself"):
