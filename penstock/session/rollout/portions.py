@@ -5,6 +5,9 @@ decides in which order numbers are added, so timing has no part in it where it h
 (`rollout.reproducible`): every engine then has prompts of its own, and of each portion its share. Otherwise whatever is
 complete first is in the first portion.
 
+Groups with the longest responses come last, one after the other, and what is learnt from them nothing hides any more.
+So the last portions are small, each half of the one before, and the last one is a single group.
+
 Left out: what is made of a portion (penstock/tasks/stream).
 """
 
@@ -14,6 +17,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import pyarrow as pa
@@ -55,6 +59,7 @@ class Portions:
         self._news: list[PartialResults] = []
         self._changed = threading.Condition()
         self._order = _in_turns([len(range(engine, wanted or prompts, engines)) for engine in range(engines)])
+        self._ends = _ends(len(self._order), count)
 
     def hear(self, news: PartialResults | EngineResponses | None) -> None:
         """Keep what an engine tells; its reply repeats it."""
@@ -119,8 +124,8 @@ class Portions:
 
     def _positions(self, number: int) -> list[int] | None:
         """Return the prompts of a portion; None: they are not complete."""
-        first, end = (at * len(self._order) // self.count for at in (number, number + 1))
-        found = [(self._complete[engine], place) for engine, place in self._order[first:end]]
+        first = self._ends[number - 1] if number else 0
+        found = [(self._complete[engine], place) for engine, place in self._order[first : self._ends[number]]]
         if any(place >= len(sequence) for sequence, place in found):
             return None
         return sorted(sequence[place] for sequence, place in found)
@@ -145,6 +150,19 @@ class StreamedRollout(BegunRollout):
     """A rollout whose responses are learnt from as they are complete."""
 
     portions: Portions
+
+
+def _ends(groups: int, count: int) -> list[int]:
+    """Return how many groups have come with each portion: evenly, but for small ones in the last quarter of them."""
+    small, size = [1], 1  # the last one first
+    while size < groups // count and len(small) < count // 4:
+        small.append(size)
+        size *= 2
+    if len(small) == 1:
+        small = []
+    even, others = groups - sum(small), count - len(small)
+    ends = [(number + 1) * even // others for number in range(others)]
+    return [*ends, *(even + end for end in accumulate(reversed(small)))]
 
 
 def _in_turns(lengths: Sequence[int]) -> list[tuple[int, int]]:

@@ -52,6 +52,24 @@ def test_groups_come_in_the_order_in_which_their_last_responses_end() -> None:
     assert portions.wait(2, waiting()) == [1, 3, 4]
 
 
+def test_the_last_portions_are_small() -> None:
+    """Each is half of the one before, down to a single group, and every group is in one.
+
+    Controls: where there are few portions, or as many as groups, all are even.
+    """
+    for groups, count, last in (
+        (512, 64, [8, 9, 4, 2, 1, 1]),
+        (64, 8, [10, 11, 1, 1]),
+        (8, 4, [2, 2, 2, 2]),
+        (8, 8, [1, 1, 1, 1]),
+    ):
+        portions = Portions(groups, SAMPLES, count, engines=1, policy_version=3)
+        told(portions, 0, range(groups))
+        found = [portions.wait(number, waiting()) for number in range(count)]
+        assert [len(some) for some in found][-len(last) :] == last
+        assert [position for some in found for position in some] == list(range(groups))
+
+
 def test_where_a_batch_takes_some_prompts_engines_tell_which() -> None:
     """Of two engines the first gives three prompts of four and the second two. One that is complete and does not count
     is in no portion. Control: where all make the batch it would be."""
