@@ -5,6 +5,7 @@ Left out: the traceback of a module that does not load, which belongs on the ter
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import shutil
@@ -27,6 +28,8 @@ def print_to(path: str) -> None:
 def errors_too() -> None:
     """Send standard error to the same file, with what libraries and C code write there."""
     os.dup2(1, 2)
+    if isinstance(sys.stderr, io.TextIOWrapper):  # with PYTHONUNBUFFERED words go out one by one, of several workers
+        sys.stderr.reconfigure(line_buffering=True, write_through=False)
 
 
 class PrintLog:

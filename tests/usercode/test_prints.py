@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,32 @@ def test_prints_are_in_the_file_and_not_on_the_terminal(
     with _pool(None) as pool:
         assert _score(pool, "e") == [1.0]
     assert {"printed e \\ud83d", "said e"} <= set(capfd.readouterr().err.splitlines())
+
+
+WRITES = """
+import os, socket, sys
+from penstock.usercode.prints import errors_too
+ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+os.dup2(theirs.fileno(), 1)
+errors_too() if sys.argv[1] == "lines" else os.dup2(1, 2)
+print("said", "a", file=sys.stderr)
+ours.setblocking(False)
+count = 0
+while count < 9:
+    try:
+        ours.recv(99)
+    except BlockingIOError:
+        break
+    count += 1
+sys.exit(count)
+"""
+
+
+@pytest.mark.parametrize(("how", "writes"), [("lines", 1), ("words", 4)])
+def test_a_line_is_written_at_once(how: str, writes: int) -> None:
+    """Also where Python does not buffer: lines of several workers do not mix. Control: as Python has it then."""
+    said = subprocess.run([sys.executable, "-c", WRITES, how], env={**os.environ, "PYTHONUNBUFFERED": "1"}, check=False)
+    assert said.returncode == writes
 
 
 def test_a_function_that_prints_nothing_leaves_no_file(tmp_path: Path) -> None:
