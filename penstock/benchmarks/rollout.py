@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from penstock.algorithms.kl import kl_estimate
 from penstock.benchmarks.reporting.result import BenchResult, medians, new_result, steady
 from penstock.benchmarks.session import describe, device_count, rollout_groups, settings_of
 from penstock.configs.schema import TrainConfig
@@ -74,7 +75,7 @@ def logprob_gaps(training: Training, settings: Settings, experience: ExperienceR
     """Return how far the rollout's log-probs of some responses are from the actor's.
 
     The mean and the largest difference of a token, and the mean KL divergence of the rollout's policy from the actor's
-    (Schulman's k3), nats.
+    (k3), nats.
     """
     names = ("prompt_tokens", "response_tokens", ROLLOUT_LOGPROBS)
     columns = read_columns(experience.path, names)
@@ -83,11 +84,12 @@ def logprob_gaps(training: Training, settings: Settings, experience: ExperienceR
     prompts, responses, theirs = (columns[name].take(rows_B) for name in names)
     asked = LogprobsToCompare(prompts, responses, settings.micro_batch_tokens)
     ours = from_ranks(training.session().call("actor", asked, "bench/logprobs"), responses.lengths_B)
-    log_ratio_T = ours.values_T.astype(np.float64) - theirs.values_T
+    ours_T, theirs_T = ours.values_T.astype(np.float64), theirs.values_T
+    apart_T = np.abs(ours_T - theirs_T)
     return {
-        "logprob_gap": float(np.abs(log_ratio_T).mean()),
-        "logprob_gap_max": float(np.abs(log_ratio_T).max()),
-        "rollout_kl": float((np.expm1(log_ratio_T) - log_ratio_T).mean()),
+        "logprob_gap": float(apart_T.mean()),
+        "logprob_gap_max": float(apart_T.max()),
+        "rollout_kl": float(kl_estimate(theirs_T, ours_T, "k3").mean()),
     }
 
 

@@ -25,9 +25,10 @@ from penstock.configs.sections.rollout import EnvironmentConfig
 from penstock.environments import worker
 from penstock.environments.worker import Answered, Call, Reply, Started
 from penstock.usercode.sandbox import Sandbox, check_sandbox
-from penstock.usercode.workers import GRACE_S, Workers, loss
+from penstock.usercode.workers import GRACE_S, Workers, default_workers, loss
 from penstock.usercode.workers import Call as Sent
 
+MOST_WORKERS = 8  # of an engine, where the recipe does not say how many
 _LONGEST_CHUNK = 64
 
 
@@ -52,7 +53,9 @@ class EnvironmentPool:
             check_sandbox("environment.sandbox")
         sandbox = None if config.sandbox is None else config.sandbox.of_run(hidden=run)
         cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._workers = [_Worker(config, sandbox) for _ in range(config.workers or default_workers(cores))]
+        self._workers = [
+            _Worker(config, sandbox) for _ in range(config.workers or default_workers(cores, MOST_WORKERS))
+        ]
         self._kept: dict[str, Reply] = {}  # that have come, and that nobody has asked for
         started = [item.started() for item in self._workers][0]  # asked of all, so that all have started
         self.stop, self.has_tools, self.is_agent = started.stop, started.has_tools, started.is_agent
@@ -221,8 +224,3 @@ class _Worker:
 
     def close(self) -> None:
         self._workers.close()
-
-
-def default_workers(cores: int) -> int:
-    """Return how many processes play where the recipe does not say: half of an engine's cores, its loop needs one."""
-    return min(8, max(2, cores // 2))

@@ -27,7 +27,7 @@ from penstock.rewards.server import NOT_ASKED
 from penstock.rewards.types import NO_REPLY, TIMED_OUT, Row, Sample, Score
 from penstock.usercode.prints import PrintLog
 from penstock.usercode.sandbox import Sandbox
-from penstock.usercode.workers import GRACE_S, Call, Workers, loss, ready
+from penstock.usercode.workers import GRACE_S, Call, Workers, default_workers, loss, ready
 
 if TYPE_CHECKING:
     from penstock.configs.sections.reward import RewardConfig
@@ -46,6 +46,8 @@ _CHUNKS_PER_WORKER = 4
 _LONGEST_CHUNK = 64
 
 _FAILURES_SHOWN = 3
+
+MOST_WORKERS = 32  # where the recipe does not say how many
 
 _TURNS_PER_WORKER = 2  # chunks with the workers at a time: none waits for the next
 
@@ -78,7 +80,7 @@ class RewardPool:
             raise ValueError("a RewardPool needs reward.function")
         self._config = config
         self._columns = list(columns)
-        self._count = config.workers or default_workers(len(os.sched_getaffinity(0)))
+        self._count = config.workers or default_workers(len(os.sched_getaffinity(0)), MOST_WORKERS)
         self._function = load_reward_function(config.function, config.settings, columns)
         self._prints = None if log is None else PrintLog(log, f"reward.function '{config.function}'")
         # Pebble hands workers whatever is scheduled, and to cancel what one of them has costs a new process.
@@ -183,11 +185,6 @@ class RewardPool:
             return [], [rows]
         overran = f"{TIMED_OUT} {self._config.timeout_s:g} s in code that could not be interrupted; worker killed"
         return [Score(self._config.failure_value, {}, loss(error, "the worker process", overran))], []
-
-
-def default_workers(cores: int) -> int:
-    """Return how many processes score where the recipe does not say: half of the cores, engines need the others."""
-    return min(32, max(2, cores // 2))
 
 
 def log_failures(scores: Sequence[Score], samples: Sequence[Sample]) -> None:

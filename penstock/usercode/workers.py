@@ -165,6 +165,14 @@ class Workers(Generic[Ready]):
         return pool.schedule(function, args=arguments, timeout=deadline_s)
 
 
+def default_workers(cores: int, most: int) -> int:
+    """Return how many processes run a user's code where the recipe does not say: half of the cores, from 2 to `most`.
+
+    Engines need the others.
+    """
+    return min(most, max(2, cores // 2))
+
+
 def ready() -> None:
     """Do nothing: the answer says that a worker has started."""
 

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from penstock.configs.sections.rollout import EnvironmentConfig
-from penstock.environments.pool import EnvironmentPool, default_workers
+from penstock.environments.pool import MOST_WORKERS, EnvironmentPool
 from penstock.environments.worker import Call, Reply
 from penstock.usercode.sandbox import obstacle
+from penstock.usercode.workers import default_workers
 from tests.processes import alive, noted
 
 
@@ -218,7 +219,7 @@ def test_workers_grow_with_an_engines_cores_unless_the_recipe_says_how_many(
     in_this_folder: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks of a machine share its cores; a laptop keeps two processes. Control: a recipe that says how many."""
-    assert [default_workers(cores) for cores in (1, 2, 6, 16, 64)] == [2, 2, 3, 8, 8]
+    assert [default_workers(cores, MOST_WORKERS) for cores in (1, 2, 6, 16, 64)] == [2, 2, 3, 8, 8]
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(12)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for workers, expected in ((None, 3), (1, 1)):

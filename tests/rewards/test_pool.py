@@ -18,10 +18,11 @@ import pytest
 
 from penstock.base.errors import RewardTimeout, UserError
 from penstock.configs.sections.reward import RewardConfig
-from penstock.rewards.pool import RewardPool, Score, check_failures, default_workers, log_failures
+from penstock.rewards.pool import MOST_WORKERS, RewardPool, Score, check_failures, log_failures
 from penstock.rewards.server import NOT_ASKED
 from penstock.rewards.types import Sample
 from penstock.usercode.guard import reward_and_parts
+from penstock.usercode.workers import default_workers
 from tests.processes import alive, owner_of_noted
 from tests.waiting import came_true
 
@@ -182,7 +183,7 @@ def test_slow_rows_do_not_cost_a_worker(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_workers_grow_with_the_machine_unless_the_recipe_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host with more GPUs brings more cores and more samples; a laptop keeps two processes."""
-    assert [default_workers(cores) for cores in (1, 2, 16, 64, 256)] == [2, 2, 8, 32, 32]
+    assert [default_workers(cores, MOST_WORKERS) for cores in (1, 2, 16, 64, 256)] == [2, 2, 8, 32, 32]
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(6)))
     for workers, expected, busy_s in ((None, 3, "0.8"), (1, 1, "0")):
         with pool_of("worker_id", workers=workers, timeout_s=5.0) as pool:

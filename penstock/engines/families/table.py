@@ -135,6 +135,11 @@ class Family:
         return self.query_key_value, self.attention_output, self.gate_up, self.down
 
     @property
+    def block_names(self) -> set[str]:
+        """Names of these layers, stacked as vLLM has them and one by one."""
+        return {name for linear in self.block for name in (linear.served, *linear.parts)}
+
+    @property
     def linears(self) -> tuple[Linear, ...]:
         """All of them."""
         return *self.block, *self.delta_net, self.head

@@ -46,7 +46,6 @@ def compute_in_fp8(module: nn.Module) -> Fp8Blocks:
     Parameters keep names and places in memory.
     """
     family, found = family_in(module), list[Fp8Weight]()
-    names = {name for linear in family.block for name in (linear.served, *linear.parts)}  # stacked ones, or the parts
     for block in blocks(module).values():
         for name, mlp in list(block.named_modules()):
             if type(mlp).__name__ in family.gated_mlps and (whole := _whole_mlp(mlp, family)) is not None:
@@ -54,7 +53,11 @@ def compute_in_fp8(module: nn.Module) -> Fp8Blocks:
                 found += whole.weights
         done = {layer for mlp in block.modules() if isinstance(mlp, Fp8Mlp) for layer in mlp.children()}
         for name, layer in list(block.named_modules()):
-            if name.rpartition(".")[2] in names and layer not in done and type(layer) in (nn.Linear, SummedLinear):
+            if (
+                name.rpartition(".")[2] in family.block_names
+                and layer not in done
+                and type(layer) in (nn.Linear, SummedLinear)
+            ):
                 summed = layer if isinstance(layer, SummedLinear) else SummedLinear(layer, None)
                 block.set_submodule(name, summed)
                 found += _give(summed)

@@ -149,8 +149,7 @@ def fp8_flops(
 
     These are those of the linear layers of attention and MLPs (penstock/engines/kernels/fp8_blocks.py).
     """
-    matrices = shape.layers * sum(rows * columns for rows, columns in shape.matrices.values())
-    return 2.0 * passes * matrices * float((prompt_B + response_B - shared_B).sum())
+    return 2.0 * passes * shape.block_matrices * float((prompt_B + response_B - shared_B).sum())
 
 
 def bfloat16_flops(flops: float, in_fp8: float) -> float:

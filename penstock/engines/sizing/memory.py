@@ -428,7 +428,7 @@ def in_fp8(trainer: TrainerConfig) -> bool:
 
 def _fp8_bytes(shape: ModelShape) -> int:
     """Return what the weights of all blocks take in FP8, once for each pass; their scales are a thousandth of that."""
-    return 2 * shape.layers * sum(rows * columns for rows, columns in shape.matrices.values())
+    return 2 * shape.block_matrices
 
 
 def _kept_by_adapters(trainer: TrainerConfig, rank: Rank, shape: ModelShape, micro_batch: MicroBatch) -> int:

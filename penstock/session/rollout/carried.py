@@ -194,8 +194,10 @@ def left_over(
 
 
 def of_prompts(left: CarriedResponses, positions: Sequence[int], prompts: int) -> CarriedResponses:
-    """Return what there is of responses to those at these positions, of so many prompts."""
-    samples = len(left.tokens) // max(1, prompts)
+    """Return what there is of responses to those at these positions, ascending, of so many prompts."""
+    if len(positions) == prompts:
+        return left
+    samples = len(left.tokens) // prompts
     rows_B = np.asarray(positions, np.int64).repeat(samples) * samples + np.tile(np.arange(samples), len(positions))
     return taken([left], rows_B)
 

@@ -179,19 +179,17 @@ def round_figures(
     """
     if config.tail is None and not config.goes_on:
         return {}
-    begun = len(this_round.begun)
-    long = {} if config.tail is None else {"rollout/long_round": float(this_round.wanted is None)}
-    put_off = sum(prompt.rests for prompt in experience.deferred) - len(this_round.resting)
-    rested = {} if config.max_wait is None else {"rollout/put_off": float(put_off)}
-    return (
-        long
-        | rested
-        | {
-            "rollout/prompts_drawn": float(this_round.drawn),
-            "rollout/deferred_share": 1 - (this_round.wanted or begun) / begun,
-            **waiting_figures(iteration, experience, unused_tokens),
-        }
-    )
+    figures, begun = dict[str, float](), len(this_round.begun)
+    if config.tail is not None:
+        figures["rollout/long_round"] = float(this_round.wanted is None)
+    if config.max_wait is not None:
+        resting = sum(prompt.rests for prompt in experience.deferred)
+        figures["rollout/put_off"] = float(resting - len(this_round.resting))
+    return figures | {
+        "rollout/prompts_drawn": float(this_round.drawn),
+        "rollout/deferred_share": 1 - (this_round.wanted or begun) / begun,
+        **waiting_figures(iteration, experience, unused_tokens),
+    }
 
 
 def waiting_figures(iteration: int, experience: ExperienceRef, unused_tokens: int) -> dict[str, float]:

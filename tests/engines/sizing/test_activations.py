@@ -85,12 +85,7 @@ def test_the_table_is_what_compiled_blocks_keep(
     So no C++ compiler is needed. Control: what the blocks keep as they are, and with the other MLP, is something else.
     """
     folder = folder_of(shape)
-    lm = load_causal_lm(folder, torch.bfloat16, False)
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=PARTITIONED))
-    compile_blocks(lm)
-    policy = PackedPolicy(lm).train()
-    optimizer, sums = sums_of(policy)
-    sum_in_products(policy, optimizer)
+    policy, sums = _compiled(folder, monkeypatch)
     if gated:
         gate_in_products(policy)
     with plain_gated_mlp():
@@ -109,12 +104,7 @@ def test_the_table_is_what_compiled_blocks_keep(
 def test_the_table_is_what_blocks_in_fp8_keep(folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with the other MLP in four products: rounded rows are made again. Control: the table without it."""
     folder = folder_of(SHAPES[1])
-    lm = load_causal_lm(folder, torch.bfloat16, False)
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=PARTITIONED))
-    compile_blocks(lm)
-    policy = PackedPolicy(lm).train()
-    optimizer, sums = sums_of(policy)
-    sum_in_products(policy, optimizer)
+    policy, sums = _compiled(folder, monkeypatch)
     weights = {str(number): one for number, one in enumerate(compute_in_fp8(policy).weights)}
     copies = {
         name + part: rows for name, one in weights.items() for part, rows in zip("abcd", one.tensors, strict=True)
@@ -146,6 +136,17 @@ def test_the_table_is_what_a_mixture_keeps(
     computation = Computation(2, "cpu", compiled)
     assert kept_bytes(sizes, computation, MICRO_BATCH) == pytest.approx(kept, rel=0.01)
     assert kept_bytes(replace(sizes, experts=None), computation, MICRO_BATCH) != pytest.approx(kept, rel=0.05)
+
+
+def _compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[PackedPolicy, dict[str, torch.Tensor]]:
+    """Return a policy whose blocks are compiled, whose products add up its gradients, and these sums."""
+    lm = load_causal_lm(folder, torch.bfloat16, False)
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=PARTITIONED))
+    compile_blocks(lm)
+    policy = PackedPolicy(lm).train()
+    optimizer, sums = sums_of(policy)
+    sum_in_products(policy, optimizer)
+    return policy, sums
 
 
 def _of_whole_chunks(

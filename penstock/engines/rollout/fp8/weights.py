@@ -40,7 +40,7 @@ def serve_in_fp8(vllm_model: nn.Module, family: Family) -> tuple[str, ...]:
     """
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
-    named, found = {name for part in family.block for name in (part.served, *part.parts)}, []
+    named, found = family.block_names, []
     for name, module in vllm_model.named_modules():
         layer: Any = module
         linear_of_block = isinstance(layer, LinearBase) and name.rpartition(".")[2] in named
