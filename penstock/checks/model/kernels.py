@@ -10,7 +10,7 @@ from typing import Any
 from packaging.version import Version
 
 from penstock.base.errors import UserError
-from penstock.engines.families.architecture import STATE_ON_GPU, STATES_ON_GPUS, unpackable
+from penstock.engines.families.architecture import unpackable
 from penstock.engines.families.attention import FLEX_COMPARED, NOT_COMPARED, needs_flex
 from penstock.engines.families.table import MAMBA, Family, family_of
 from penstock.engines.groups.machine import visible_gpus
@@ -21,10 +21,10 @@ SCAN_BY_PRODUCTS = Version("5.18")  # of the Transformers library
 def check_kernel(folder: Path, key: str, settings: Mapping[str, Any], compares: bool = False) -> None:
     """Check that a GPU of this machine, if there is one, may compute the model's layers.
 
-    What needs FlexAttention may not until that is compared there, nor layers with a state until a training is seen.
+    What needs FlexAttention may not until that is compared there.
 
     Args:
-        compares: trainer and vLLM are about to be compared, so both may.
+        compares: trainer and vLLM are about to be compared, so it may.
 
     Raises:
         UserError: it may not, or the library would need too much memory for it.
@@ -34,8 +34,6 @@ def check_kernel(folder: Path, key: str, settings: Mapping[str, Any], compares: 
     family, where = family_of(settings.get("model_type", "")), f"{key}: {folder}"
     if (why := family.flex_alone or needs_flex(settings)) and not (FLEX_COMPARED or compares):
         raise unpackable(where, f"{why}, {NOT_COMPARED}")
-    if family.mixers and not (STATES_ON_GPUS or compares):
-        raise unpackable(where, STATE_ON_GPU)
     check_scan(where, family)
 
 

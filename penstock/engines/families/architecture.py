@@ -21,8 +21,6 @@ from penstock.engines.families.table import family_of
 
 REMEDY = "use another model, e.g. of the Llama, Qwen3 or Gemma 3 family"
 
-STATES_ON_GPUS = False  # whether a whole training has been seen there; until then one is refused
-STATE_ON_GPU = "carries a state from token to token, which is computed row by row on a CPU alone so far"
 STATE_IN_SHARES = "carries a state from token to token, of which ranks cannot compute parts"
 
 

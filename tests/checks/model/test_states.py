@@ -1,4 +1,4 @@
-"""A model whose layers carry a state is refused with what nobody has compared, on GPUs, and by vLLM's own server."""
+"""A model whose layers carry a state is refused with what nobody has compared, and by vLLM's own server."""
 
 from __future__ import annotations
 
@@ -92,35 +92,24 @@ def test_what_vllm_alone_computes_wrongly_on_a_cpu_is_refused(
     check_served_alone(folder)
 
 
-def test_gpus_and_vllm_alone_are_refused(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Controls: the model without a state, and no GPU."""
+def test_vllm_alone_is_refused(folders: tuple[Path, Path]) -> None:
+    """Control: the model without a state."""
     with_state, without = folders
     check_served_alone(without)
     with pytest.raises(UserError, match="nobody has compared vLLM's own server"):
         check_served_alone(with_state)
-    monkeypatch.setattr(kernels, "visible_gpus", list)
-    check_model_folder(with_state, "model.path")
-    monkeypatch.setattr(kernels, "visible_gpus", lambda: ["0"])
-    check_model_folder(without, "model.path")
-    with pytest.raises(UserError, match="row by row on a CPU alone so far"):
-        check_model_folder(with_state, "model.path")
-    check_model_folder(with_state, "it", compares=True)  # of a benchmark
-    monkeypatch.setattr(kernels, "STATES_ON_GPUS", True)
-    check_model_folder(with_state, "model.path")
 
 
-def test_an_older_library_is_said_to_those_who_could_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A benchmark, and once states are trained on GPUs; before, another library would help nobody. Control: a CPU."""
+def test_an_older_library_is_refused_where_there_is_a_gpu(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Controls: a CPU, and a model with a state of another kind."""
     mamba = write_family("Falcon-H1", tmp_path / "model")
     monkeypatch.setattr(kernels, "version", lambda _: "5.17.0")
     monkeypatch.setattr(kernels, "visible_gpus", list)
     check_model_folder(mamba, "model.path")
     monkeypatch.setattr(kernels, "visible_gpus", lambda: ["0"])
-    with pytest.raises(UserError, match="row by row on a CPU alone so far"):
-        check_model_folder(mamba, "model.path")
-    with pytest.raises(UserError, match=r"transformers 5\.17\.0 needs"):
-        check_model_folder(mamba, "it", compares=True)
-    monkeypatch.setattr(kernels, "STATES_ON_GPUS", True)
+    check_model_folder(folders[0], "model.path")
     with pytest.raises(UserError, match=r"transformers 5\.17\.0 needs"):
         check_model_folder(mamba, "model.path")
 
