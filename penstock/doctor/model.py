@@ -45,7 +45,7 @@ def _training(settings: Mapping[str, Any]) -> Iterator[Diagnosis]:
     done = ["packed rows, as the Transformers library computes each alone"]
     done += [f"logits capped at {rule.cap:g}"] if rule.cap is not None else []
     done += [f"logits times {rule.factor:g}"] if rule.factor != 1 else []
-    done += ["images (on a CPU)"] if family.encoder else []
+    done += ["images"] if family.encoder else []
     done += ["states from token to token, row by row"] if family.mixers else []
     if any(settings.get(name) for name in family.expert_settings):
         done += [f"LoRA on experts: {'yes' if family.experts else 'no'}"]

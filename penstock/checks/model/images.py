@@ -5,20 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.base.errors import UserError
-from penstock.configs.schema import TrainConfig
-from penstock.engines.families.images import IMAGES_ON_GPUS, NO_IMAGES_ON_GPUS, sees
+from penstock.engines.families.images import sees
 from penstock.engines.families.shape import read_settings
-from penstock.engines.groups.machine import visible_gpus
-
-
-def check_images_on_gpus(config: TrainConfig) -> None:
-    """Refuse rows with images where there are GPUs, until a training with them is seen there.
-
-    Raises:
-        UserError: says so.
-    """
-    if config.data.image_column is not None and visible_gpus() and not IMAGES_ON_GPUS:
-        raise UserError(*NO_IMAGES_ON_GPUS)
 
 
 def check_sight(folder: Path, column: str | None) -> None:

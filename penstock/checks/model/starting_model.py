@@ -10,7 +10,7 @@ from pathlib import Path
 from penstock.base.errors import UserError
 from penstock.checks.model.attention import check_attention
 from penstock.checks.model.folder import check_model_folder
-from penstock.checks.model.images import check_images_on_gpus, check_sight
+from penstock.checks.model.images import check_sight
 from penstock.checks.model.mixtures import check_exact_shards
 from penstock.checks.model.own_code import check_trust
 from penstock.checks.model.states import check_no_states, check_states
@@ -27,7 +27,6 @@ def check_model(config: TrainConfig, scores: bool = False, pairs: bool = False) 
         UserError: none is configured, or the folder is no model.
     """
     check_optimizers(config)
-    check_images_on_gpus(config)
     if config.model.tiny is not None:
         check_attention(config)
         return

@@ -12,12 +12,6 @@ from typing import Any
 
 from penstock.engines.families.table import family_of
 
-IMAGES_ON_GPUS = False  # whether a whole training has been seen there; until then one is refused
-NO_IMAGES_ON_GPUS = (
-    "rows with images are trained on CPUs alone so far: on GPUs nobody has seen a whole training",
-    "hide the GPUs (CUDA_VISIBLE_DEVICES=), or leave the images out",
-)
-
 
 def of_decoder(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of a model's decoder, under the whole model's type; those of a model without images as is."""

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from penstock.base.errors import UserError
 from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.trainer import ActorConfig, TrainerConfig
 from penstock.data.images import ImageFolder
@@ -26,7 +25,6 @@ from penstock.engines.commands.finetuning import Step
 from penstock.engines.commands.rollout import PartialResults
 from penstock.engines.families.attention import needs_flex
 from penstock.engines.families.fp8 import refuse_device
-from penstock.engines.families.images import IMAGES_ON_GPUS, NO_IMAGES_ON_GPUS
 from penstock.engines.families.shape import ModelShape, read_settings
 from penstock.engines.kernels.attention_kernel import choose_attention
 from penstock.engines.kernels.flash_attention import on_hopper
@@ -132,16 +130,9 @@ class RankModels:
         self.config = config
 
     def see(self, images: str | None, folder: str) -> None:
-        """Open the images that rows name, if there are any; `folder` is that of the model.
-
-        Raises:
-            UserError: this rank has a GPU, where no whole training has been seen.
-        """
-        if images is None:
-            return
-        if self.device.type != "cpu" and not (IMAGES_ON_GPUS or self.compares):
-            raise UserError(*NO_IMAGES_ON_GPUS)
-        self.images = ImageFolder(Path(images), folder)
+        """Open the images that rows name, if there are any; `folder` is that of the model."""
+        if images is not None:
+            self.images = ImageFolder(Path(images), folder)
 
     @property
     def dtype(self) -> torch.dtype:

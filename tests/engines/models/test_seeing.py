@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.configs.sections.trainer import LoraConfig, SftConfig
 from penstock.data.images import ImageFolder
@@ -26,7 +25,6 @@ from penstock.engines.kernels.lm_head import Head, Reference
 from penstock.engines.models.loading import load_causal_lm
 from penstock.engines.models.models import PackedCritic, PackedPolicy
 from penstock.engines.models.seeing import KEPT_BYTES, sight_of
-from penstock.engines.ranks import models as ranks
 from penstock.engines.ranks.finetuning import _settings
 from penstock.engines.ranks.models import RankModels
 from penstock.engines.sizing.memory import FEATURES
@@ -224,26 +222,6 @@ def test_deeper_levels_may_come_in_one_piece(model: Path, seen: Seen) -> None:
         assert torch.equal(sight._looked_at(digests), wanted_LFH)
     with patch.object(sight._lm, "get_image_features", partial(in_one, swapped=True)):
         assert not torch.equal(sight._looked_at(digests), wanted_LFH)
-
-
-def test_only_a_benchmark_sees_on_a_gpu(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank of a training refuses images there, whatever its flow's machine is.
-
-    Controls: rows without any, one that compares, as the benchmark's does (which registers commands: it is not imported
-    here), a CPU, and once it has been seen.
-    """
-    monkeypatch.setattr(ranks, "IMAGES_ON_GPUS", False)
-    gpu = torch.device("cuda")
-    training, compares, host = (RankModels(0, 1, device) for device in (gpu, gpu, CPU))
-    compares.compares = True
-    training.see(None, str(model))
-    with pytest.raises(UserError, match="on CPUs alone"):
-        training.see(str(tmp_path), str(model))
-    for one in (compares, host):
-        one.see(str(tmp_path), str(model))
-    monkeypatch.setattr(ranks, "IMAGES_ON_GPUS", True)
-    training.see(str(tmp_path), str(model))
-    assert all(one.images is not None for one in (training, compares, host))
 
 
 def test_the_estimate_counts_the_features_that_are_kept() -> None:
