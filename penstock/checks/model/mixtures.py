@@ -13,7 +13,7 @@ from penstock.base.errors import UserError
 from penstock.checks.model.attention import takes_float32
 from penstock.configs.schema import TrainConfig
 from penstock.engines.families.attention import FLEX_COMPARED
-from penstock.engines.families.routing import NO_REPLAY_ON_GPUS, REPLAY_ON_GPUS, REPLAYED
+from penstock.engines.families.routing import REPLAYED
 from penstock.engines.families.shape import read_settings
 from penstock.engines.families.table import family_of
 from penstock.engines.groups.machine import visible_gpus
@@ -46,10 +46,10 @@ def check_router_loss(config: TrainConfig) -> None:
 
 
 def check_routing(config: TrainConfig) -> None:
-    """Check that an actor that is to take the rollout's experts has some, and that they can be recorded.
+    """Check that an actor that is to take the rollout's experts has some, and that they can be replayed.
 
     Raises:
-        UserError: it has none, its family's routers are not known, or there is a GPU.
+        UserError: it has none, or its family's routers are not known.
     """
     if not config.actor.replays:
         return
@@ -65,8 +65,6 @@ def check_routing(config: TrainConfig) -> None:
             f"actor.routing=replay: routes of '{model_type}' cannot be replayed, but those of {', '.join(REPLAYED)}",
             "remove it",
         )
-    if visible_gpus() and not REPLAY_ON_GPUS:
-        raise UserError(*NO_REPLAY_ON_GPUS)
 
 
 def check_corrections(config: TrainConfig, settings: Mapping[str, Any]) -> None:

@@ -206,7 +206,7 @@ class ActorConfig(TogetherConfig):
     routing: Literal["own", "replay"] = Field(
         "own",
         description="which experts of a mixture a token takes in training; own: those that the actor's routers choose; "
-        "replay: those that the rollout engine's chose when it was sampled; mixtures of experts on CPUs only",
+        "replay: those that the rollout engine's chose when it was sampled; mixtures of experts only",
     )
 
     expert_parallel: PositiveInt = Field(

@@ -12,12 +12,6 @@ from typing import Any
 
 REPLAYED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # model types
 
-REPLAY_ON_GPUS = False  # whether a whole training has been seen there; until then one is refused
-NO_REPLAY_ON_GPUS = (
-    "actor.routing=replay records the rollout's experts on CPUs alone so far: on GPUs nobody has seen a whole training",
-    "remove it; algorithm.correction weighs tokens whose log-probs differ, whatever the reason (docs/algorithms.md)",
-)
-
 
 def weights_add_up_to_one(settings: Mapping[str, Any]) -> bool:
     """Whether the weights of a token's experts are divided by their sum; Mixtral has no setting, and does."""

@@ -560,7 +560,7 @@ def routers(model: torch.nn.Module) -> list[Any]:
     if not found or not all(hasattr(router, "set_capture_fn") for router in found):
         import vllm
 
-        raise RuntimeError(f"vLLM {vllm.__version__} does not let its routers be heard; seen to: 0.32 on CPUs")
+        raise RuntimeError(f"vLLM {vllm.__version__} does not let its routers be heard; seen to: 0.32")
     return found
 
 

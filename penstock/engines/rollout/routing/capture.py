@@ -27,7 +27,6 @@ from torch import nn
 
 from penstock.base.errors import UserError
 from penstock.engines.batches.packing import to_device
-from penstock.engines.families.routing import NO_REPLAY_ON_GPUS, REPLAY_ON_GPUS
 from penstock.engines.rollout import vllm as versions
 
 
@@ -64,15 +63,12 @@ class RouteCapture:
             slots: of its KV cache.
 
         Raises:
-            UserError: it is on a GPU, where no whole training has been seen.
             RuntimeError: this version of vLLM does not let its routers be heard.
         """
-        device = next(model.parameters()).device
-        if device.type != "cpu" and not REPLAY_ON_GPUS:
-            raise UserError(*NO_REPLAY_ON_GPUS)
         routers = versions.routers(model)
         # One slot more: the last one is where vLLM puts what is no token, slot -1.
         shape = (slots + 1, len(routers), routers[0].top_k)
+        device = next(model.parameters()).device
         self._routes_SLK = torch.full(shape, self._nothing, dtype=self._dtype, device=device)
         for layer, router in enumerate(routers):
             router.set_capture_fn(partial(self._hear, layer))

@@ -6,7 +6,6 @@ vLLM's own router and context of a pass stand around the recording, as in its mo
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.base.errors import UserError
-from penstock.engines.rollout.routing import capture as recorded
 from penstock.engines.rollout.routing.capture import RouteCapture
 from penstock.engines.sizing.memory import MOST_IN_A_BYTE
 
@@ -84,17 +81,6 @@ def test_what_fills_a_batch_up_reaches_no_slot(experts: int) -> None:
     hear([-1, 3, -1, -1], steps[2])
     capture._keep("one", np.asarray([3, 4, 5]), tokens=4)
     assert (capture.take("one")[0] == steps[2][:, 1].numpy()).all()
-
-
-def test_a_rank_with_a_gpu_refuses_to_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its flow's machine is: here of a model that is not on a CPU. Control: once a training has been seen."""
-    model = nn.Linear(1, 1, device="meta")
-    monkeypatch.setattr(recorded.versions, "routers", lambda _: [SimpleNamespace(top_k=CHOSEN, set_capture_fn=id)])
-    monkeypatch.setattr(recorded, "REPLAY_ON_GPUS", False)
-    with pytest.raises(UserError, match="on CPUs alone so far"):
-        RouteCapture(32).listen(model, SLOTS)
-    monkeypatch.setattr(recorded, "REPLAY_ON_GPUS", True)
-    RouteCapture(32).listen(model, SLOTS)
 
 
 @pytest.mark.parametrize("more", [0, 1])
