@@ -27,10 +27,8 @@ from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.reward import REWARD_SOURCES
 from penstock.configs.sections.run import names_of_trackers
 from penstock.data.source import reading_once
-from penstock.engines.commands.update import BESIDE_ON_GPUS, NOT_BESIDE_ON_GPUS
 from penstock.engines.families.served import check_served
 from penstock.engines.families.shape import read_settings, weight_shapes
-from penstock.engines.groups.machine import visible_gpus
 from penstock.environments.loading import asks_policy, ends_turns_at, tools_told
 from penstock.evaluators.loading import load_evaluators
 from penstock.rewards.source import check_source
@@ -73,7 +71,6 @@ def check_inputs(config: TrainConfig) -> None:
     if config.sft is not None:
         check_pairs(config)
     check_environment(config)
-    check_learning_beside(config)
     check_reward(config, columns)
     check_prompt_selection(config)
     if config.dataflow is not None:
@@ -134,16 +131,6 @@ def check_environment(config: TrainConfig) -> None:
         )
     if config.environment.sandbox is not None and not any(group.hosts for group in config.groups.values()):
         check_sandbox("environment.sandbox")
-
-
-def check_learning_beside(config: TrainConfig) -> None:
-    """Check that ranks of this machine may learn while they generate.
-
-    Raises:
-        UserError: it has GPUs, where that has not been seen.
-    """
-    if config.learns_beside and visible_gpus() and not BESIDE_ON_GPUS:
-        raise UserError(*NOT_BESIDE_ON_GPUS)
 
 
 def check_reward(config: TrainConfig, columns: list[str]) -> None:

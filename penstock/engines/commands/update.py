@@ -61,14 +61,6 @@ class UpdateActor(Command[Updated]):
     states: str | None = None
 
 
-BESIDE_ON_GPUS = False  # whether a gradient was summed beside a generation there; until then that is refused
-NOT_BESIDE_ON_GPUS = (
-    "'rollout.stream' without a group for 'rollout' alone lets ranks generate and learn at the same time, which nobody "
-    "has seen on GPUs yet",
-    "give 'groups' one of role rollout alone, or remove rollout.stream",
-)
-
-
 @dataclass(frozen=True)
 class SumGradient(Command[None]):
     """Add a portion of an iteration to the gradient of the actor, which the verified policy `version` generated.

@@ -26,8 +26,6 @@ from typing import Any
 
 import torch
 
-from penstock.base.errors import UserError
-from penstock.engines.commands.update import BESIDE_ON_GPUS, NOT_BESIDE_ON_GPUS
 from penstock.engines.ranks.models import RankModels
 from penstock.engines.ranks.serving.handlers import HANDLERS, Later
 from penstock.engines.rollout import vllm as versions
@@ -54,13 +52,7 @@ class Serving:
         return pending
 
     def begin_beside(self, carry_out: Callable[[], dict[str, Any]]) -> PendingThread:
-        """Return the command that is carried out while the generation goes on.
-
-        Raises:
-            UserError: this rank has a GPU, where that has not been seen.
-        """
-        if self._models.device.type != "cpu" and not BESIDE_ON_GPUS:
-            raise UserError(*NOT_BESIDE_ON_GPUS)
+        """Return the command that is carried out while the generation goes on."""
         self._beside = PendingThread(self, carry_out, self._models.device)
         return self._beside
 

@@ -18,7 +18,6 @@ from penstock.base.errors import UserError
 from penstock.configs.schema import TrainConfig
 from penstock.engines.ranks import reshard, update  # noqa: F401 - they say which commands begin when
 from penstock.engines.ranks.models import RankModels
-from penstock.engines.ranks.serving import serve
 from penstock.engines.ranks.serving.serve import PendingThread, Serving
 from tests.engines.ranks.serving.test_serve import SHAPE, Asking, FolderOf, _asked, _rows
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
@@ -129,16 +128,3 @@ def test_figures_of_what_is_beside_are_its_own() -> None:
     PendingThread(Serving(models), carry_out, CPU).wait(60)
     models.use({"tokens": 2.0})
     assert (here, there) == ({"tokens": 3.0}, {"tokens": 5.0})
-
-
-def test_on_a_gpu_it_is_refused_until_it_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the rank, wherever its machine is. Control: with the word that it was seen, and on a CPU, it begins."""
-    for seen, device in ((False, "cuda"), (True, "cuda"), (False, "cpu")):
-        monkeypatch.setattr(serve, "BESIDE_ON_GPUS", seen)
-        monkeypatch.setattr(serve, "PendingThread", lambda *_: "begun")
-        serving = Serving(RankModels(0, 1, torch.device(device)))
-        if seen or device == "cpu":
-            assert serving.begin_beside(dict) == "begun"
-        else:
-            with pytest.raises(UserError, match=r"give 'groups' one of role rollout alone"):
-                serving.begin_beside(dict)
