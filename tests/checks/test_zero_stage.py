@@ -10,6 +10,7 @@ from penstock.base.errors import UserError
 from penstock.checks import memory
 from penstock.checks.model import attention
 from penstock.configs.schema import TrainConfig
+from penstock.engines.families.attention import FLOAT32
 from penstock.engines.sizing.memory import GIB
 
 
@@ -66,7 +67,7 @@ def test_float32_is_no_way_out_where_it_is_refused(compared: bool, monkeypatch: 
     monkeypatch.setattr(memory, "visible_gpus", lambda: [0])
     monkeypatch.setattr(memory, "free_gpu_bytes", lambda gpu: 64 * GIB)
     monkeypatch.setattr(memory, "has_gated_mlp", lambda gpu: False)
-    monkeypatch.setattr(attention, "FLEX_COMPARED", compared)
+    monkeypatch.setattr(attention, "FLEX_COMPARED", {FLOAT32} if compared else set())
     for optimizer in ("adamw", "muon"):
         with pytest.raises(UserError, match=r"actor\.zero_stage=0 is for float32") as refused:
             memory.check_memory(_config("auto", actor={"zero_stage": 0, "optimizer": {"name": optimizer}}))

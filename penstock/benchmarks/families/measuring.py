@@ -9,8 +9,8 @@ mean difference of log-probs:
 - `exported`: vLLM's with those that the library has of the folder that was written;
 - `stale`: the control, vLLM's before the update with the actor's after it.
 
-A model that sees images has one in each prompt. Models that need FlexAttention are measured on GPUs as well, where
-trainings of them are refused so far.
+A model that sees images has one in each prompt. Sinks and latent attention are measured on GPUs as well, where
+trainings with them are refused so far.
 
 Anyone can run it on a folder of a model of their own, small enough for one device. Left out: speed, and how well a
 model learns.

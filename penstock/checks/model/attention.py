@@ -14,7 +14,6 @@ from penstock.engines.families.attention import (
     FLEX_HEAD,
     FLOAT32,
     INSTEAD_OF_4,
-    NO_FLEX,
     NOBODY,
     needs_flex,
     no_flash_kernel,
@@ -36,12 +35,10 @@ def check_attention(config: TrainConfig) -> None:
     if any(group.hosts for group in config.groups.values()):
         return
     why = flex_alone(config) if gpus else ""
-    if gpus and not FLEX_COMPARED:
-        if kernel == "flex":
-            raise UserError(*NO_FLEX)
+    if why not in FLEX_COMPARED:
         if why == FLOAT32:
             raise UserError(f"model.dtype=float32 needs FlexAttention on a GPU: {NOBODY} with it", "leave it out")
-        why = ""  # of models that need it the checks of their folders say so
+        why = ""  # of models that do something else the checks of their folders say so
     if kernel == "auto" and not why:
         return
     if (kernel == "sdpa") == bool(gpus):
@@ -99,7 +96,7 @@ def flex_alone(config: TrainConfig) -> str:
 
 def takes_float32(device: str) -> bool:
     """Whether what is trained on a device may have float32 weights: on a GPU it needs FlexAttention then."""
-    return device == "cpu" or FLEX_COMPARED
+    return device == "cpu" or FLOAT32 in FLEX_COMPARED
 
 
 def check_head_size(config: TrainConfig) -> None:

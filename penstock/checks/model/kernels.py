@@ -32,7 +32,7 @@ def check_kernel(folder: Path, key: str, settings: Mapping[str, Any], compares: 
     if not visible_gpus():
         return
     family, where = family_of(settings.get("model_type", "")), f"{key}: {folder}"
-    if (why := family.flex_alone or needs_flex(settings)) and not (FLEX_COMPARED or compares):
+    if (why := family.flex_alone or needs_flex(settings)) not in FLEX_COMPARED and not compares:
         raise unpackable(where, f"{why}, {NOT_COMPARED}")
     check_scan(where, family)
 

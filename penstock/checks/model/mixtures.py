@@ -12,7 +12,7 @@ from typing import Any
 from penstock.base.errors import UserError
 from penstock.checks.model.attention import takes_float32
 from penstock.configs.schema import TrainConfig
-from penstock.engines.families.attention import FLEX_COMPARED
+from penstock.engines.families.attention import FLEX_COMPARED, FLOAT32
 from penstock.engines.families.routing import REPLAYED
 from penstock.engines.families.shape import read_settings
 from penstock.engines.families.table import family_of
@@ -82,7 +82,7 @@ def check_corrections(config: TrainConfig, settings: Mapping[str, Any]) -> None:
     what = f"model.path: routers of {settings['model_type']} correct their choice of experts in float32"
     remedy = "set model.dtype=float32, or use another mixture (docs/models.md)"
     if visible_gpus():
-        remedy = remedy if FLEX_COMPARED else "use another mixture (docs/models.md)"  # float32 needs FlexAttention
+        remedy = remedy if FLOAT32 in FLEX_COMPARED else "use another mixture (docs/models.md)"
         raise UserError(f"{what}, which beside bfloat16 weights nobody has compared on GPUs", remedy)
     if reshard_strategy(config) != "shared":
         raise UserError(f"{what}, and beside bfloat16 weights they would be rounded on their way to vLLM", remedy)

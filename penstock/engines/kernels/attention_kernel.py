@@ -16,7 +16,6 @@ from penstock.engines.families.attention import (
     FLEX_COMPARED,
     FLOAT32,
     INSTEAD_OF_4,
-    NO_FLEX,
     NOT_COMPARED,
     no_flash_kernel,
     of_other_device,
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _chosen: list[AttentionKernel] = ["auto"]  # of this process: all models of a rank are on one device
-_flex_compared: list[bool] = [FLEX_COMPARED]
+_compares: list[bool] = [False]
 VARLEN_PARAMETERS = frozenset(inspect.signature(varlen.varlen_attn).parameters)  # they grew from version to version
 
 
@@ -38,19 +37,17 @@ def choose_attention(kernel: AttentionKernel, device_type: str, compares: bool =
     """Let all models of this process have a kernel.
 
     Args:
-        compares: it is a benchmark's, which compares trainer and vLLM, and may have FlexAttention on a GPU.
+        compares: it is a benchmark's, which compares trainer and vLLM, in what nobody has on a GPU as well.
 
     Raises:
-        UserError: it is not one for this rank's device, cannot be imported, or is not compared yet.
+        UserError: it is not one for this rank's device, or cannot be imported.
     """
     if kernel != "auto" and (kernel == "sdpa") != (device_type == "cpu"):
         raise UserError(*of_other_device(kernel, gpu=device_type == "cuda"))
     if kernel == "flash_attention_4" and not flash_attention.usable():
         why = flash_attention.obstacle() if flash_attention.on_hopper() else "this rank's GPU is no Hopper GPU"
         raise UserError(f"model.attention={kernel}: {why}", INSTEAD_OF_4)
-    if kernel == "flex" and not (FLEX_COMPARED or compares):
-        raise UserError(*NO_FLEX)
-    _chosen[:], _flex_compared[:] = [kernel], [FLEX_COMPARED or compares]
+    _chosen[:], _compares[:] = [kernel], [compares]
 
 
 # A constant for the compiler, as `flash_attention.usable`: it is chosen before a block is compiled.
@@ -132,7 +129,7 @@ def _flex_alone(query_N: torch.Tensor, value_K: torch.Tensor, softcap: float | N
 # The compiler leaves it as it is: what it calls is compiled by itself, once for all layers.
 @torch.compiler.disable
 def _by_flex(why: str, *arguments: Any) -> torch.Tensor:
-    if not _flex_compared[0]:
+    if why not in FLEX_COMPARED and not _compares[0]:
         raise unpackable("the model", f"{why}, {NOT_COMPARED}")
     if why and chosen().startswith("flash"):
         raise UserError(*no_flash_kernel(chosen(), why))

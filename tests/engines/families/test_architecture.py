@@ -216,16 +216,6 @@ def test_a_row_beyond_which_others_would_change_is_refused(
         policy(pack(longer, [0], torch.device("cpu")), 1.0)
 
 
-def test_capped_scores_are_refused_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything starts, until they are compared there. Control: without a cap the same family is not."""
-    monkeypatch.setattr("penstock.checks.model.kernels.FLEX_COMPARED", False)
-    monkeypatch.setattr("penstock.checks.model.kernels.visible_gpus", lambda: ["0"])
-    free = write_model(tmp_path / "free", "Gemma2Config", {**HEADS, "attn_logit_softcapping": None})
-    check_model_folder(free, "model.path")
-    with pytest.raises(UserError, match="nobody has compared"):
-        check_model_folder(write_model(tmp_path / "capped", "Gemma2Config", HEADS), "model.path")
-
-
 def test_an_unknown_layer_type_is_refused_whatever_it_is_called(tmp_path: Path) -> None:
     """Only full and windowed attention are known. Control: the same folder without the entry passes."""
     folder = write_model(tmp_path, "Olmo2Config", {})
@@ -256,14 +246,13 @@ def test_positions_by_length_are_refused_however_the_file_says_it(entry: dict[st
 
 def test_the_attention_itself_refuses_what_it_would_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a model is called: nothing that changes the scores is passed over in silence."""
-    monkeypatch.setattr(attention_kernel, "_flex_compared", [False])
+    monkeypatch.setattr(attention_kernel, "_compares", [False])
     batch = pack(random_rows(3), [0, 1, 2], torch.device("cpu"))
     heads = torch.ones(1, 4, len(batch.tokens_N), 8)
     packed_attention(torch.nn.Identity(), heads, heads, heads, None, packing=batch.layout, s_aux=None, softcap=None)
     on_a_gpu = replace(batch.layout, slots_K=None)
     for message, value, others in (
         ("attention sinks", heads, {"s_aux": torch.zeros(4)}),
-        ("caps its attention scores", heads, {"softcap": 50.0}),
         ("values of another size", heads[..., :6], {}),
     ):
         packed_attention(torch.nn.Identity(), heads, heads, value, None, packing=batch.layout, **others)
@@ -296,16 +285,14 @@ def test_sinks_have_the_gradient_of_a_softmax_with_one_score_more(tmp_path: Path
 def test_what_is_compared_on_a_cpu_alone_is_refused_where_there_is_a_gpu(
     family: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before anything starts, until it is compared there. Controls: without a GPU it is not, nor afterwards."""
-    monkeypatch.setattr("penstock.checks.model.kernels.FLEX_COMPARED", False)
+    """Before anything starts. Controls: without a GPU it is not, nor a family that is compared there, as Gemma 2."""
     folder = write_model(tmp_path, family, GOOD[family])
     check_model_folder(folder, "model.path")
     monkeypatch.setattr("penstock.checks.model.kernels.visible_gpus", lambda: ["0"])
     with pytest.raises(UserError, match=f"{what}.*nobody has compared"):
         check_model_folder(folder, "model.path")
     check_model_folder(folder, "model.path", compares=True)  # a benchmark that is about to
-    monkeypatch.setattr("penstock.checks.model.kernels.FLEX_COMPARED", True)
-    check_model_folder(folder, "model.path")
+    check_model_folder(write_model(tmp_path / "compared", "Gemma2Config", HEADS), "model.path")
 
 
 def test_quantised_weights_are_refused_by_their_kind(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.model import AttentionKernel
 from penstock.engines.batches.packing import PackedBatch, Rows, pack
 from penstock.engines.commands.build import Kernels
-from penstock.engines.families.attention import needs_flex
+from penstock.engines.families.attention import FLOAT32, needs_flex
 from penstock.engines.groups.machine import HOPPER
 from penstock.engines.kernels import attention_kernel, flash_attention, flex_attention, gated_mlp
 from penstock.engines.kernels.attention import attention_by_rows, repeat_prefixes
@@ -85,7 +85,7 @@ def without_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(library, "_validate_device", lambda *_: None)
     traced = torch.compile(flex_attention.attend, dynamic=True, fullgraph=True, backend="aot_eager")
     monkeypatch.setattr(flex_attention, "_compiled", lambda: traced)
-    monkeypatch.setattr(attention_kernel, "_flex_compared", [True])
+    monkeypatch.setattr(attention_kernel, "_compares", [True])
     with torch._dynamo.config.patch(specialize_float=True):
         yield
     torch._dynamo.reset()
@@ -213,13 +213,12 @@ def test_what_needs_it_is_told_by_the_configuration() -> None:
 
 
 def test_a_rank_with_it_says_so_and_other_kernels_refuse_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until it is compared it is refused itself, and by nobody recommended: by name before a model is loaded.
+    """What is not compared yet is refused itself, and by nobody recommended.
 
     Controls: a model that does not need it has flash attention, unless it is named; a benchmark's rank has it.
     """
     monkeypatch.setattr(attention_kernel, "_chosen", ["auto"])
-    monkeypatch.setattr(attention_kernel, "_flex_compared", [False])
-    monkeypatch.setattr(attention_kernel, "FLEX_COMPARED", False)
+    monkeypatch.setattr(attention_kernel, "_compares", [False])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
     monkeypatch.setattr(flash_attention, "obstacle", lambda: "none here")
     monkeypatch.setattr(gated_mlp, "obstacle", lambda: None)
@@ -227,27 +226,28 @@ def test_a_rank_with_it_says_so_and_other_kernels_refuse_what_needs_it(monkeypat
     assert kernels_on("cuda", flex=False) == Kernels("FlashAttention 2", ["no FlashAttention 4: none here"])
     with pytest.raises(UserError, match="flex needs a GPU"):
         choose_attention("flex", "cpu")
-    with pytest.raises(UserError, match="flex: on GPUs nobody has compared"):
-        choose_attention("flex", "cuda")
-    choose_attention("flex", "cuda", compares=True)
-    assert kernels_on("cuda").attention == "FlexAttention" and attention_kernel._flex_compared == [True]
+    choose_attention("flex", "cuda")
+    assert kernels_on("cuda").attention == "FlexAttention"
     batch = _batch(RUNS["one block"])
     query_N, key_N, value_N, _ = _inputs(batch, value=32)
     key_K, value_K = (repeat_prefixes(tensor, batch.layout.shared) for tensor in (key_N, value_N))
+    sinks = {"sinks": torch.zeros(query_N.shape[1])}
     for kernel in KERNELS:
         choose_attention(kernel, "cuda")
         with pytest.raises(UserError, match="nobody has compared") as refused:
-            attention_kernel.causal_varlen_attention(query_N, key_K, value_K, batch.layout, None, softcap=1.0)
+            attention_kernel.causal_varlen_attention(query_N, key_K, value_K, batch.layout, None, **sinks)
         assert "flex" not in refused.value.remedy
-    monkeypatch.setattr(attention_kernel, "FLEX_COMPARED", True)
+    choose_attention("flash_attention_2", "cuda", compares=True)
+    with pytest.raises(UserError, match="flash_attention_2: the model has attention sinks"):
+        attention_kernel.causal_varlen_attention(query_N, key_K, value_K, batch.layout, None, **sinks)
     choose_attention("flash_attention_2", "cuda")
     with pytest.raises(UserError, match=r"flash_attention_2: the model caps .*no kernel") as refused:
         attention_kernel.causal_varlen_attention(query_N, key_K, value_K, batch.layout, None, softcap=1.0)
     assert "flex" in refused.value.remedy
 
 
-def test_a_start_refuses_it_until_it_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name, for float32, and for a model that needs it. Controls: on a CPU; and on a GPU once it is compared."""
+def test_a_start_refuses_what_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float32, and sinks. Controls: on a CPU; by name, and caps, which are compared; and float32 once it is."""
 
     def start(dtype: str = "auto", attention: str = "auto", path: str | None = None) -> None:
         source: dict[str, Any] = {"tiny": {}} if path is None else {"path": path}
@@ -255,26 +255,25 @@ def test_a_start_refuses_it_until_it_is_compared(tmp_path: Path, monkeypatch: py
         check_model(config_from_mapping({"model": model}, "test"))
 
     capped = str(write_model(tmp_path, "Gemma2Config", {**GOOD["Gemma2Config"], "head_dim": 16}))
-    for module in (checks, kernels):
-        monkeypatch.setattr(module, "FLEX_COMPARED", False)
+    sinks = str(write_model(tmp_path / "sinks", "GptOssConfig", GOOD["GptOssConfig"]))
     start("float32")
-    start(path=capped)
+    start(path=sinks)
     with pytest.raises(UserError, match="flex needs a GPU"):
         start(attention="flex")
     for module in (checks, kernels):
         monkeypatch.setattr(module, "visible_gpus", lambda: [0])
     start("bfloat16")
-    for wrong in ({"dtype": "float32"}, {"attention": "flex"}, {"path": capped}):
+    for wrong in ({"dtype": "float32"}, {"path": sinks}, {"attention": "flex", "path": sinks}):
         with pytest.raises(UserError, match="nobody has compared"):
             start(**wrong)
-    for module in (checks, kernels):
-        monkeypatch.setattr(module, "FLEX_COMPARED", True)
-    start("float32")
+    start(attention="flex")
     start(attention="flex", path=capped)
     start(path=capped)
     with pytest.raises(UserError, match="flash_attention_2: the model caps") as refused:
         start(attention="flash_attention_2", path=capped)
     assert "flex" in refused.value.remedy
+    monkeypatch.setattr(checks, "FLEX_COMPARED", {"", FLOAT32})
+    start("float32")
     with pytest.raises(UserError, match="flash_attention_2: the model computes in float32"):
         start("float32", "flash_attention_2")
 
@@ -284,7 +283,6 @@ def test_a_folder_that_is_none_is_left_to_the_check_that_names_it(
 ) -> None:
     """A critic's or a reward model's, where there is a GPU. Control: one that is there is read."""
     monkeypatch.setattr(checks, "visible_gpus", lambda: [0])
-    monkeypatch.setattr(checks, "FLEX_COMPARED", True)
     capped, missing = str(write_model(tmp_path, "Gemma2Config", GOOD["Gemma2Config"])), str(tmp_path / "missing")
 
     def alone(folder: str) -> list[str]:
@@ -303,7 +301,6 @@ def test_an_evaluation_that_vllm_alone_computes_may_be_in_float32(
     """Whatever the trainer's kernel. Controls: one whose KL the trainer computes, and a training."""
     folder = write_family("Qwen 3", tmp_path / "model")
     monkeypatch.setattr(checks, "visible_gpus", lambda: [0])
-    monkeypatch.setattr(checks, "FLEX_COMPARED", False)
 
     def of(evaluators: list[str]) -> EvaluationConfig:
         sections: dict[str, Any] = {"model": {"path": str(folder), "dtype": "float32"}, "algorithm": {"kl": {}}}
@@ -320,7 +317,7 @@ def test_an_evaluation_that_vllm_alone_computes_may_be_in_float32(
 def test_smaller_heads_than_it_computes_are_refused(kernel: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name, and where it alone computes a model. Controls: heads of 16, and a model that does not need it."""
     monkeypatch.setattr(checks, "visible_gpus", lambda: [0])
-    monkeypatch.setattr(checks, "FLEX_COMPARED", True)
+    monkeypatch.setattr(checks, "FLEX_COMPARED", {"", FLOAT32})
 
     def start(size: int, **settings: str) -> None:
         tiny = {"hidden_size": 2 * size, "heads": 2, "kv_heads": 2}
