@@ -89,11 +89,18 @@ def unleash(chaos: Chaos, tell: Callable[[str], None]) -> Outcome:
         UserError: the recipe cannot be trained undisturbed, has too few iterations to be killed in, or is never the
             same twice.
     """
-    if load_config(chaos.recipe, chaos.overrides).rollout.begins_ahead:
+    rollout = load_config(chaos.recipe, chaos.overrides).rollout
+    if rollout.begins_ahead:
         raise UserError(
             "with rollout.stream.staleness no two trainings are equal, killed or not: weights change in the middle of "
             "a rollout, at another moment each time",
             "give rollout.stream=null",
+        )
+    if rollout.keeps_kv_cache:
+        raise UserError(
+            "with rollout.carry.keep_kv_cache a training that was killed is not equal to one that was not: the keys of "
+            "older weights are gone with their engine",
+            "give rollout.carry.keep_kv_cache=false",
         )
     chaos.folder.mkdir(parents=True)
     alone = _left_alone(chaos, tell)

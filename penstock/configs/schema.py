@@ -259,9 +259,10 @@ def check_images(config: TrainConfig) -> None:
     if tiny is not None and tiny.encoder is None:
         raise ValueError("'data' has images, and the tiny model sees none: add 'model.tiny.encoder: {}'")
     trainers = {"actor": config.actor, "sft": config.sft, "critic": config.critic}
-    stream = config.rollout.stream
+    carry, stream = config.rollout.carry, config.rollout.stream
     given = {
         "elastic groups": any(group.elastic for group in config.groups.values()),
+        "rollout.carry.keep_kv_cache": carry is not None and carry.keep_kv_cache,
         "rollout.stream.keep_kv_cache": stream is not None and stream.keep_kv_cache,
         "rollout.stream without a group for the rollout": config.learns_beside,
         "environment.agents": bool(config.players),
@@ -279,7 +280,7 @@ def check_images(config: TrainConfig) -> None:
             "groups": bool(config.groups),
             "a critic": config.critic is not None,
             "environment": config.environment is not None,
-            "rollout.carry": config.rollout.carry is not None,
+            "rollout.carry": carry is not None,
             "rollout.stream": stream is not None,
             "algorithm.kl.refresh_every": config.algorithm.kl is not None and bool(config.algorithm.kl.refresh_every),
         }

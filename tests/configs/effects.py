@@ -133,6 +133,7 @@ TRAIN = {
     "rollout.carry.extra": "session/rollout/test_rounds.py::test_what_is_carried_is_taken_once_and_no_older_than_it_may_be",
     "rollout.carry.staleness": "session/rollout/test_rounds.py::test_what_is_carried_is_taken_once_and_no_older_than_it_may_be",
     "rollout.carry.max_wait": "session/rollout/test_rounds.py::test_what_is_too_long_to_go_on_is_begun_anew_together",
+    "rollout.carry.keep_kv_cache": "engines/rollout/test_carried.py::test_keys_are_computed_again_or_kept",
     "rollout.stream.extra": "session/rollout/test_rounds.py::test_what_is_carried_is_taken_once_and_no_older_than_it_may_be",
     "rollout.stream.keep_kv_cache": "engines/ranks/serving/test_serve.py::test_no_prefix_of_older_weights_is_found",
     "rollout.stream.staleness": "tasks/iteration/test_rollout.py::test_a_rollout_begins_before_the_update_on_the_one_before",

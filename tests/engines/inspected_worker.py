@@ -666,15 +666,15 @@ class InspectedWorker(Worker):
         ):
             return self.refusal("build", arguments)
 
-    def bind_without_sharing(self, folder: str, stream: dict[str, Any] | None = None) -> dict[str, Any]:
+    def bind_without_sharing(self, folder: str, rollout: dict[str, Any] | None = None) -> dict[str, Any]:
         """Replace the rollout engine by one with weights of its own, copied now.
 
         Args:
-            stream: `rollout.stream` of its recipe.
+            rollout: what its recipe has otherwise in this section.
         """
         self.retired.append(self.models.generator)
         models, limit = self.models, self.models.config.data.max_prompt_tokens
-        config = RolloutConfig.model_validate(models.config.rollout.model_dump() | {"stream": stream})
+        config = RolloutConfig.model_validate(models.config.rollout.model_dump() | (rollout or {}))
         generator = Generator(Served(Path(folder), models.lm, models.dtype, {}), Demand(config, limit))
         models.generator = generator
         models.transfer = LocalReshard(generator.model, generator.binding, models.lm)

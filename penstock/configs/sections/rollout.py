@@ -78,6 +78,11 @@ class CarryConfig(Section):
         description="put prompts off that are not complete by then, and begin them anew together once the first has "
         "waited for so many iterations; null: wait for them",
     )
+    keep_kv_cache: bool = Field(
+        False,
+        description="keep keys and values of older weights for responses that go on; false: compute them again with "
+        "the new ones",
+    )
 
     @model_validator(mode="after")
     def _waits(self) -> Self:
@@ -206,6 +211,12 @@ class RolloutConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _keeps_awake(self) -> Self:
+        if self.carry is not None and self.carry.keep_kv_cache and self.sleep:
+            raise ValueError("'sleep' would empty the cache that 'carry.keep_kv_cache' keeps: remove one of them")
+        return self
+
+    @model_validator(mode="after")
     def _puts_off_again(self) -> Self:
         """Refuse deferrals that no prompt comes to, or with which a prompt would wait for longer than it may."""
         if self.tail is None or self.tail.deferrals == 1:
@@ -243,7 +254,17 @@ class RolloutConfig(Section):
     @property
     def keeps_kv_cache(self) -> bool:
         """Whether responses that go on keep keys and values of older weights."""
-        return self.stream is not None and self.stream.keep_kv_cache
+        beyond = self.carry or self.stream
+        return beyond is not None and beyond.keep_kv_cache
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a rollout that begins again could sample the same tokens.
+
+        It could not where its weights change on the way, at another moment each time, or where it goes on with keys of
+        older weights, which only the engine has that made them.
+        """
+        return not (self.begins_ahead or self.keeps_kv_cache)
 
     @property
     def goes_on(self) -> bool:

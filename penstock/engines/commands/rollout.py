@@ -86,7 +86,7 @@ class Episodes:
 
 
 NO_SEED = -1  # of an episode that has not begun
-NO_ENGINE = -1  # has anything that lives of an episode
+NO_ENGINE = -1  # has anything that lives of a response
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,6 @@ class CarriedEpisodes:
     failures_B: list[str | None]
     asked: Asked | None = None  # of agents' episodes
     known_B: list[str] | None = None  # of agents' that go on: a digest of all that their engine knows of each
-    engines_B: np.ndarray | None = None  # int32: that has what lives of it, or NO_ENGINE; None: of none is it known
 
 
 @dataclass(frozen=True)
@@ -115,6 +114,7 @@ class CarriedResponses:
     ended_B: np.ndarray  # bool: no token is missing
     truncated_B: np.ndarray  # bool: cut at max_tokens
     episodes: CarriedEpisodes | None = None  # with an environment
+    engines_B: np.ndarray | None = None  # int32: that has its episode or keys, or NO_ENGINE; None: of none is it known
 
 
 @dataclass(frozen=True)

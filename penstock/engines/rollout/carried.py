@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.base.ragged import Ragged
-from penstock.engines.commands.rollout import CarriedResponses
+from penstock.engines.commands.rollout import NO_ENGINE, CarriedResponses
 from penstock.engines.rollout.decode_loop import Generation, Request
 
 
@@ -52,15 +52,33 @@ def resumed(before: Request, owner: Generation, row: int) -> Request:
     return Request(owner, row, time.perf_counter(), *known, versions=before.versions[:])
 
 
-def carried_of(requests: Sequence[Request], ended: Sequence[bool]) -> CarriedResponses:
-    """Return what there is of requests, for a later generation to go on with."""
+def carried_of(requests: Sequence[Request], ended: Sequence[bool], engine: int | None = None) -> CarriedResponses:
+    """Return what there is of requests, for a later generation to go on with.
+
+    Args:
+        engine: that has answered them; None: no one asks.
+    """
     return CarriedResponses(
         tokens=Ragged.of([request.tokens for request in requests], np.int32),
         logprobs_T=Ragged.of([request.logprobs for request in requests], np.float32).values_T,
         versions_T=versions_of(requests),
         ended_B=np.asarray(ended, bool),
         truncated_B=np.asarray([request.truncated for request in requests], bool),
+        engines_B=None if engine is None else homes_of_unended(ended, engine),
     )
+
+
+def homes_of_unended(ended: Sequence[bool], engine: int) -> np.ndarray:
+    """Return for each response the engine that has what lives of it, int32: nothing does of one that has ended."""
+    return np.where(ended, NO_ENGINE, engine).astype(np.int32)
+
+
+def homes_of(carried: CarriedResponses | None, samples: int) -> np.ndarray | None:
+    """Return for each carried prompt the engine that has what lives of its responses, int32; None: nobody knows."""
+    if carried is None or carried.engines_B is None:
+        return None
+    homes_P: np.ndarray = carried.engines_B.reshape(-1, samples).max(axis=1)
+    return homes_P
 
 
 def versions_of(requests: Sequence[Request]) -> np.ndarray:

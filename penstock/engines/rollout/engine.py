@@ -47,9 +47,9 @@ from penstock.engines.rollout.batch_sizes import (
     max_sequences,
     most_at_once,
 )
+from penstock.engines.rollout.carried import homes_of
 from penstock.engines.rollout.decode_loop import DecodeLoop, Share
 from penstock.engines.rollout.environments.host import Environments
-from penstock.engines.rollout.episode import homes_of
 from penstock.engines.rollout.episodes import EpisodeLoop
 from penstock.engines.rollout.fp8.weights import Fp8Copies, serve_in_fp8
 from penstock.engines.rollout.games.loop import GameLoop
@@ -208,10 +208,12 @@ class Generator:
         prompts, sampling, carried = asked.prompts, asked.sampling, asked.carried
         number, store, place = asked.number, self.store, self.place_among(asked.sharing)
         before = 0 if carried is None else len(carried.tokens) // sampling.samples
-        homes_P, at_once = homes_of(carried, sampling.samples), asked.together is None
+        lives = play is not None or self.config.keeps_kv_cache  # elsewhere any engine computes a response anew
+        homes_P, at_once = homes_of(carried, sampling.samples) if lives else None, asked.together is None
         began = time.perf_counter()
         if not self.loop.busy:  # a generation that is under way keeps its KV cache and its random stream
-            if not (self.config.begins_ahead and self.loop.holds_keys):
+            may_hold = self.config.begins_ahead or self.config.keeps_kv_cache
+            if not (may_hold and self.loop.holds_keys):
                 self.wake()
             _seed_everything(engine_seed(sampling.seed, place.engine))
         self.wake_seconds = time.perf_counter() - began

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from penstock.base.ragged import Ragged
-from penstock.engines.commands.rollout import NO_ENGINE, NO_SEED, Asked, CarriedEpisodes, CarriedResponses
-from penstock.engines.rollout.carried import spans_of, versions_of
+from penstock.engines.commands.rollout import NO_SEED, Asked, CarriedEpisodes, CarriedResponses
+from penstock.engines.rollout.carried import homes_of_unended, spans_of, versions_of
 from penstock.engines.rollout.decode_loop import Generation, Request
 from penstock.environments.gateway.asks import Ask
 from penstock.environments.worker import Reply
@@ -335,14 +335,6 @@ def under_way(carried: CarriedResponses | None) -> dict[int, str]:
     return {int(seeds_B[row]): heard(carried.tokens.row(row).tolist(), ends.row(row).tolist()) for row in rows}
 
 
-def homes_of(carried: CarriedResponses | None, samples: int) -> np.ndarray | None:
-    """Return for each carried prompt the engine that has what lives of its episodes, int32; None: nobody knows."""
-    if carried is None or carried.episodes is None or carried.episodes.engines_B is None:
-        return None
-    homes_P: np.ndarray = carried.episodes.engines_B.reshape(-1, samples).max(axis=1)
-    return homes_P
-
-
 def carried_episodes(
     episodes: Sequence[Episode],
     ended: Sequence[bool],
@@ -380,6 +372,6 @@ def carried_episodes(
             failures_B=[episode.earned.failure for episode in episodes],
             asked=asked,
             known_B=known_B,
-            engines_B=np.where(ended, NO_ENGINE, engine).astype(np.int32),
         ),
+        engines_B=homes_of_unended(ended, engine),
     )

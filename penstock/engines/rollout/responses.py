@@ -236,4 +236,4 @@ class SingleResponses:
         ended = [row in self._responses for row in rows]
         requests = [self._responses[row] if row in self._responses else under_way[row] for row in rows]
         positions_P = np.asarray([self._positions[prompt] for prompt in unanswered], np.int64)
-        return Left(positions_P, carried_of(requests, ended))
+        return Left(positions_P, carried_of(requests, ended, self._share.engine))

@@ -226,12 +226,13 @@ def decide_sleep(config: TrainConfig, rank: Rank, recomputed: Mapping[str, Recom
     """Return the configuration with `rollout.sleep` decided, for a group with a rollout engine on GPUs.
 
     The KV cache stays if the fullest phase, with the cache of all sequences, fits into `free` bytes with room to spare,
-    and where a rollout goes on beside the update on what is complete of it. Nothing more is recomputed for its sake.
+    where a rollout goes on beside the update on what is complete of it, and where the next one needs what is in it.
+    Nothing more is recomputed for its sake.
     """
     if config.rollout.sleep is not None or rank.device == "cpu" or "rollout" not in rank.shapes:
         return config
     stays, sleeps = (_with_sleep(config, sleep) for sleep in (False, True))
-    if config.learns_beside:
+    if config.learns_beside or config.rollout.keeps_kv_cache:
         return stays
     return stays if rank_memory(stays, rank, recomputed).total <= ROOM_TO_STAY * free else sleeps
 

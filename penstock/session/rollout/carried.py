@@ -53,7 +53,6 @@ NO_EPISODE = CarriedEpisodes(
     rewards_B=np.full(1, np.nan),
     parts_B=[{}],
     failures_B=[None],
-    engines_B=np.full(1, NO_ENGINE, np.int32),
 )
 
 
@@ -89,6 +88,7 @@ def _read(path: Path) -> CarriedResponses:
         ended_B=columns["ended"].astype(bool),
         truncated_B=columns["truncated"].astype(bool),
         episodes=_episodes_in(columns) if "seed" in columns else None,
+        engines_B=columns.get("engine"),
     )
 
 
@@ -106,7 +106,6 @@ def _episodes_in(columns: Mapping[str, Any]) -> CarriedEpisodes:
         failures_B=list(columns["failure"]),
         asked=asked,
         known_B=list(columns["known"]) if "known" in columns else None,
-        engines_B=columns.get("engine"),
     )
 
 
@@ -126,6 +125,7 @@ def _columns(left: CarriedResponses) -> dict[str, Any]:
         POLICY_VERSIONS: Ragged(left.versions_T, offsets_B1),
         "ended": left.ended_B.astype(np.uint8),
         "truncated": left.truncated_B.astype(np.uint8),
+        **({} if left.engines_B is None else {"engine": left.engines_B}),
     }
     if left.episodes is None:
         return columns
@@ -137,7 +137,6 @@ def _columns(left: CarriedResponses) -> dict[str, Any]:
         "reward": left.episodes.rewards_B,
         "reward_parts": [json.dumps(parts) for parts in left.episodes.parts_B],
         "failure": left.episodes.failures_B,
-        **({} if left.episodes.engines_B is None else {"engine": left.episodes.engines_B}),
         **_asked_columns(left.episodes),
     }
 
@@ -228,6 +227,7 @@ def taken(parts: Sequence[CarriedResponses], rows_B: np.ndarray) -> CarriedRespo
         ended_B=np.concatenate([part.ended_B for part in parts])[rows_B],
         truncated_B=np.concatenate([part.truncated_B for part in parts])[rows_B],
         episodes=_taken_episodes(played, of_tokens([part.loss_mask_T for part in played]), rows_B) if played else None,
+        engines_B=np.concatenate([_engines_of(part) for part in parts])[rows_B],
     )
 
 
@@ -244,12 +244,11 @@ def _taken_episodes(parts: Sequence[CarriedEpisodes], loss_mask_T: np.ndarray, r
         failures_B=[earned[row][1] for row in rows_B],
         asked=_taken_asked(parts, rows_B),
         known_B=[known[row] for row in rows_B] if any(known) else None,
-        engines_B=np.concatenate([_engines_of(part) for part in parts])[rows_B],
     )
 
 
-def _engines_of(part: CarriedEpisodes) -> np.ndarray:
-    return np.full(len(part.seeds_B), NO_ENGINE, np.int32) if part.engines_B is None else part.engines_B
+def _engines_of(part: CarriedResponses) -> np.ndarray:
+    return np.full(len(part.ended_B), NO_ENGINE, np.int32) if part.engines_B is None else part.engines_B
 
 
 def _taken_asked(parts: Sequence[CarriedEpisodes], rows_B: np.ndarray) -> Asked | None:

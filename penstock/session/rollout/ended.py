@@ -49,12 +49,12 @@ SCHEMA = pa.schema(
 def keeps_ended(training: Training) -> bool:
     """Whether ended responses of a rollout are kept for one that is begun again.
 
-    When weights change on the way is another moment each time, so such a rollout is never the same twice. Experts that
-    tokens took are not told before the end, so where these are needed nothing is kept.
+    A rollout that would come out the same needs nothing of the one before. Experts that tokens took are not told before
+    the end, so where these are needed nothing is kept.
     """
     if training.config.environment is not None or training.config.actor.replays:
         return False
-    return training.config.rollout.begins_ahead or not training.session().reproducible
+    return not (training.config.rollout.repeatable and training.session().reproducible)
 
 
 def origin_of_ended(

@@ -154,7 +154,7 @@ def tasks_of(config: TrainConfig) -> list[str]:
     """Return the tasks of a training's iterations that leave something to compare, in their order."""
     algorithm, usual = config.algorithm, config.dataflow is None  # an own one may have made more of the rewards
     there = {
-        "rollout": not config.rollout.begins_ahead,  # weights change on the way, at another moment each time
+        "rollout": config.rollout.repeatable,
         "reward": usual,
         "greedy_baseline": "greedy" in algorithm.needs,
         "old_logprobs": config.old_logprobs_needed,

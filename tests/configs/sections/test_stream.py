@@ -74,6 +74,10 @@ def test_a_stream_goes_with_what_needs_groups_alone(sections: dict[str, Any]) ->
         (of(APART, rollout={"stream": {"staleness": 1, "extra": 0.25}}), "'extra' has no effect"),
         (of(APART, rollout={"stream": {"keep_kv_cache": True}}), "'keep_kv_cache' has no effect at 'staleness' 0"),
         (of(rollout={"stream": {"staleness": 1}}), "needs a group for 'rollout' alone"),
+        (
+            of(rollout={"stream": None, "carry": {"keep_kv_cache": True}, "sleep": True}),
+            "'sleep' would empty the cache that 'carry.keep_kv_cache' keeps",
+        ),
     ],
 )
 def test_what_needs_the_whole_batch_is_refused(sections: dict[str, Any], said: str) -> None:

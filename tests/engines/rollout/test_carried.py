@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from penstock.base.ragged import Ragged
-from penstock.engines.commands.rollout import CarriedResponses, EngineResponses
-from penstock.engines.rollout.carried import carried_of, request_of
+from penstock.engines.commands.rollout import NO_ENGINE, CarriedResponses, EngineResponses
+from penstock.engines.rollout.carried import carried_of, homes_of, request_of
 from penstock.session.rollout.carried import left_over
 from tests.engines.between_steps import shifted
 from tests.engines.shared_ranks import Ranks, Shape
@@ -47,6 +47,10 @@ def test_what_is_carried_is_what_it_was() -> None:
     requests = [request_of(carried, number, SimpleNamespace(), number) for number in range(4)]  # type: ignore[arg-type]
     assert [request.versions for request in requests] == [[(0, 3), (2, 5), (3, 6)], [(0, 6)], [(0, 2), (2, 6)], []]
     assert_same(carried_of(requests, carried.ended_B.tolist()), carried)
+    homes = carried_of(requests, carried.ended_B.tolist(), engine=3)
+    assert homes.engines_B is not None and homes.engines_B.tolist() == [3, 3, NO_ENGINE, 3]
+    homes_P = homes_of(homes, samples=2)
+    assert homes_P is not None and homes_P.tolist() == [3, 3] and homes_of(carried, samples=2) is None
 
 
 def assert_same(one: CarriedResponses, other: CarriedResponses) -> None:
@@ -173,6 +177,30 @@ def test_a_repeated_generation_goes_on_with_the_same_tokens(rank: Ranks, folder_
     assert_same(replies[0].left, replies[1].left)
     assert np.array_equal(replies[0].responses.values_T, replies[1].responses.values_T)
     assert not np.array_equal(replies[0].left.tokens.values_T, replies[2].left.tokens.values_T)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_keys_are_computed_again_or_kept(rank: Ranks, folder_of: FolderOf, keeps: bool) -> None:
+    """Of prompts that fill blocks of vLLM's cache: kept, they are found, and the next tokens are said over them.
+
+    A prompt that begins then is the new policy's alone either way, also one whose keys older weights have made.
+    """
+    folder, prompts = folder_of(SHAPE), Ragged.of([np.arange(260 + at) % (40 + at) + 4 for at in range(12)], np.int32)
+    rank.build(folder, ("actor", "rollout"), data={"max_prompt_tokens": 300}, algorithm={"correction": {}})
+    rank.ask("bind_without_sharing", folder=str(folder), rollout={"carry": {"keep_kv_cache": keeps}})
+    (first,) = rank.ask("generate", **_asked(folder, 1, prompts, wanted=WANTED))
+    _to_version_1(rank, folder)
+    order = np.concatenate([first.left_P, first.positions_P])
+    (second,) = rank.ask("generate", **_asked(folder, 2, prompts.take(order), carried=first.left))
+    new, apart = shifted(load_unpacked(folder), SHIFT), dict[bool, list[float]]({True: [], False: []})
+    for at, tokens, logprobs, versions in _rows(second):
+        own = _logprobs(new, prompts.row(int(order[at])).tolist(), tokens)
+        apart[at < len(first.left_P)] += np.abs(logprobs - own)[versions == 1].tolist()
+    assert len(apart[True]) > 50 < len(apart[False])
+    assert max(apart[False]) < 2e-4
+    assert (np.mean(apart[True]) > 0.01) == keeps and (max(apart[True]) < 2e-4) == (not keeps)
+    under_way = int((~first.left.ended_B).sum())
+    assert second.cached_tokens >= 256 * under_way or not keeps
 
 
 def test_it_goes_on_without_log_probs(rank: Ranks, folder_of: FolderOf) -> None:

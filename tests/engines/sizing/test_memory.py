@@ -530,6 +530,8 @@ def test_the_kv_cache_stays_where_the_estimate_has_room_for_it() -> None:
         assert decide_sleep(with_sleep(None), rank, _every(NOTHING), free).rollout.sleep is sleeps
     for asked in (True, False):
         assert decide_sleep(with_sleep(asked), rank, _every(NOTHING), 1 << 50).rollout.sleep is asked
+    carrying = TrainConfig.model_validate({**sections, "rollout": {**rollout, "carry": {"keep_kv_cache": True}}})
+    assert decide_sleep(carrying, rank, _every(NOTHING), 0).rollout.sleep is False, "what is in it is needed"
     cpu, alone = _rank(1, "cpu", roles=("actor", "rollout")), _rank(1, roles=("actor",))
     for other in (cpu, alone):
         assert decide_sleep(with_sleep(None), other, _every(NOTHING), 1 << 50).rollout.sleep is None

@@ -42,6 +42,7 @@ EPISODES = CarriedEpisodes(
     parts_B=[{"right": 0.1}, {}, {}, {"right": 1e-9, "polite": 2.0}],
     failures_B=[None, None, "timed out", None],
 )
+HOMES = np.asarray([1, 1, -1, 0], np.int32)
 WAITING = (Deferred(7, 1), Deferred(3, 2))
 
 
@@ -79,6 +80,11 @@ def test_what_was_kept_is_there_for_those_that_wait(training: Training, caplog: 
     assert found is not None and all(
         getattr(found, name).dtype == getattr(LEFT, name).dtype for name in ("logprobs_T", "versions_T", "ended_B")
     )
+    assert found.engines_B is None
+    keep_carried(training.run, 5, replace(LEFT, engines_B=HOMES), WAITING)
+    placed = begun_before(training, 5, WAITING)
+    assert columns(placed) == columns(LEFT) and placed.engines_B is not None
+    assert placed.engines_B.dtype == np.int32 and placed.engines_B.tolist() == HOMES.tolist()
     assert columns(begun_before(training, 9, ())) == columns(not_begun(0, environment=False))
     assert not caplog.text
     for iteration, waiting in ((3, WAITING[::-1]), (3, WAITING[:1]), (4, WAITING)):

@@ -135,6 +135,8 @@ def test_the_tasks_are_those_of_the_algorithm() -> None:
     for staleness, first in ((0, "rollout"), (1, "reward")):  # whose weights change on the way comes out otherwise
         stream = config(rollout={"stream": {"staleness": staleness}}, groups=apart)
         assert tasks_of(stream)[0] == first
+    for keeps, first in ((False, "rollout"), (True, "reward")):  # nor does a later process have older keys
+        assert tasks_of(config(rollout={"carry": {"keep_kv_cache": keeps}}))[0] == first
 
 
 def test_live_overrides_come_back_from_the_figures(

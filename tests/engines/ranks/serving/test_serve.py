@@ -96,7 +96,7 @@ def test_tokens_after_a_reshard_are_the_new_policys(rank: Ranks, folder_of: Fold
     (alone,), _ = _between(rank, folder)
     assert _rows(alone) == _likeliest(old, alone)
     assert (alone.first_version_B == 0).all() and (alone.last_version_B == 0).all()
-    rank.ask("bind_without_sharing", folder=str(folder), stream={"staleness": 1, "keep_kv_cache": True})
+    rank.ask("bind_without_sharing", folder=str(folder), rollout={"stream": {"staleness": 1, "keep_kv_cache": True}})
     (stale,), _ = _between(rank, folder, shift=SHIFT)
     rank.ask("bind_without_sharing", folder=str(folder))
     assert [row[AFTER:] for row in _rows(stale)] != [row[AFTER:] for row in _likeliest(new, stale)]
@@ -123,7 +123,7 @@ def test_no_prefix_of_older_weights_is_found(rank: Ranks, folder_of: FolderOf, k
     folder = folder_of(SHAPE)
     rank.build(folder, ("actor", "rollout"), data={"max_prompt_tokens": 300})
     stream = {"staleness": 1, "keep_kv_cache": keep_kv_cache}
-    rank.ask("bind_without_sharing", folder=str(folder), stream=stream)
+    rank.ask("bind_without_sharing", folder=str(folder), rollout={"stream": stream})
     new, prompts = shifted(load_unpacked(folder), SHIFT), Ragged.of([np.arange(300) % 50 + 4], np.int32)
     asked, other = ({**_asked(folder, max_tokens=tokens), "prompts": prompts} for tokens in (TOKENS, 8))
     what = {"after": AFTER, "shift": SHIFT, "other": other}

@@ -119,7 +119,7 @@ def test_they_go_on_as_those_inside(played: Played) -> None:
     assert left is not None and left.episodes is not None and not inside_after.unused_tokens
     ends = left.episodes.turn_ends
     begun = [len(left.tokens.row(row)) > max([0, *ends.row(row)]) for row in range(len(ends))]
-    assert left.episodes.engines_B is not None and set(left.episodes.engines_B[~left.ended_B]) == {0}
+    assert left.engines_B is not None and set(left.engines_B[~left.ended_B]) == {0}
     assert any(begun) and left.ended_B.any() and {0, 1} == {*asked_after.versions_T.tolist()}  # type: ignore[union-attr]
 
     played.build("playground:PlaygroundAgent")  # the process is another
