@@ -1,6 +1,7 @@
 """Rollouts that begin before the update on the one before lose no prompt and use none twice, whatever is killed when.
 
-When their weights change is another moment each time, so no two such trainings are equal. What has to hold: each batch
+When their weights change is another moment each time, so no two such trainings are equal. Nor are two that go on with
+keys of older weights (`rollout.carry.keep_kv_cache`), which an engine that was lost has had alone. What has to hold: each batch
 is whole and was drawn once, each token's policy is one that it may be of, and what waits in the end is what was drawn
 and not used. Left out: that tokens are of the policy that they say (test_ended.py, tests/engines/ranks/serving), and
 responses that had ended before a kill (test_ended.py).
@@ -72,8 +73,12 @@ RECIPES = {
         "data.arithmetic={calls: 0.4, mistakes: 0}",
         "environment={type: penstock.environments.calculator:CalculatorAgent, max_turns: 2}",
     ),
+    "keys": (
+        "rollout.carry={staleness: 2, extra: 0.5, keep_kv_cache: true}",
+        "groups={learning: {ranks: 1, roles: [actor]}, generating: {ranks: 2, roles: [rollout]}}",
+    ),
 }
-STALENESS = {"grpo": 2, "ppo": 1, "lora": 3, "episodes": 2, "agents": 3}
+STALENESS = {"grpo": 2, "ppo": 1, "lora": 3, "episodes": 2, "agents": 3, "keys": 2}
 SEVERAL_DRAWS = {"grpo"}  # of an iteration: what is refused is drawn and not used
 DRAWS_TWICE = {"ppo"}  # the sampler may draw a prompt again
 
@@ -130,6 +135,7 @@ def assert_whole(run: RunFolder, recipe: str) -> None:
         pytest.param("lora", marks=pytest.mark.exhaustive),
         pytest.param("episodes", marks=pytest.mark.exhaustive),
         pytest.param("agents", marks=pytest.mark.exhaustive),
+        pytest.param("keys", marks=pytest.mark.exhaustive),
     ],
 )
 def test_whatever_is_lost_no_prompt_is(recipe: str, trained: Callable[..., None], tmp_path: Path) -> None:
