@@ -3,17 +3,17 @@
 Two trainings as a user starts them (penstock/benchmarks/step.py), of the same work: the recipe, and the recipe without
 `rollout.tail`, `rollout.carry` or `rollout.stream`. What counts is the time of all iterations after the first few, not
 a median, because rounds differ: of those that put prompts off some pay for the others. The twin comes first and is kept
-as a result, so that what is cut off after it need not repeat it. Left out: what is learned.
+(penstock/benchmarks/reporting/halves.py). Left out: what is learned.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.base.errors import UserError
+from penstock.benchmarks.reporting.halves import RECIPE, Half, differing, rows_of, scratch_folder
 from penstock.benchmarks.reporting.machine import machine
 from penstock.benchmarks.reporting.result import BenchResult, new_result, steady
 from penstock.benchmarks.session import describe
@@ -51,7 +51,8 @@ def measure(
     synchronous: int | None,
     lognormal: bool,
     against: BenchResult | None = None,
-    keep: Callable[[BenchResult], None] = lambda _: None,
+    out: Path | None = None,
+    say: Callable[[str], object] = lambda _: None,
 ) -> BenchResult:
     """Train both ways; return samples per second after the first `skip` iterations, and their ratio.
 
@@ -59,11 +60,13 @@ def measure(
         synchronous: iterations of the synchronous training; None: as many as the recipe has.
         lognormal: whether responses end as those of a reasoning model (penstock/benchmarks/ranks/uneven_rank.py).
         against: a result of this benchmark whose synchronous training is not repeated.
-        keep: called with the result of the synchronous training once it has ended, which may be `against` later.
+        out: the result's file, beside which the synchronous training is kept once it has ended; what an earlier
+            command has kept there is not repeated, and may be `against` of another one.
+        say: told where that is, and where a training is that was cut off.
 
     Raises:
         UserError: the recipe is wrong or waits for all, too few iterations are asked for, a training failed, or
-            `against` is of other work or another machine.
+            `against`, or what is kept, is of other work or another machine.
     """
     config = load_config(recipe, overrides)
     waits = [f"rollout.{mode}=null" for mode in MODES if getattr(config.rollout, mode) is not None]
@@ -72,27 +75,28 @@ def measure(
     if lognormal and not config.rollout.ignore_eos:
         raise UserError(f"in {recipe} a response may end by itself", "give rollout.ignore_eos=true")
     lengths = {"lengths": "log-normal" if lognormal else "the model's"}
-    twin = load_config(recipe, [*overrides, *waits])
+    fewer = [] if synchronous is None else [f"iterations={synchronous}"]
+    twin = load_config(recipe, [*overrides, *waits, *fewer])
     if against is not None:
         _check_same(against, [{**lengths, **describe(of)} for of in (config, twin)])
     program = UNEVEN if lognormal else PROGRAM
-    fewer = [] if synchronous is None else [f"iterations={synchronous}"]
-    for count in (config.iterations, synchronous or config.iterations):
+    for count in (config.iterations, twin.iterations):
         steady(range(count), skip)
+    half = Half("waiting", SYNCHRONOUS, twin, command, out, lengths)
+    against = against or half.ended()
     samples = config.rollout.prompts * config.rollout.samples
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
-        overrides = [*overrides, *with_prompts(config, Path(scratch))]
+    with scratch_folder(say) as scratch:
+        overrides = [*overrides, *with_prompts(config, scratch)]
         others: Sequence[Mapping[str, float]]
         if against is not None:
             others = [row for row in against.details if row["mode"] == SYNCHRONOUS]
         else:
-            others, _ = trained(recipe, [*overrides, *waits, *fewer], Path(scratch) / SYNCHRONOUS, program)
+            others, _ = trained(recipe, [*overrides, *waits, *fewer], scratch / SYNCHRONOUS, program)
         peer = figures_of(others, skip, samples)
-        told = {"synchronous_iterations": len(others), "skipped": skip, **lengths}
         if against is None:
-            waited = {"iterations": len(others), **told, **describe(twin)}
-            keep(new_result("waiting", command, peer, settings=waited, details=_rows(SYNCHRONOUS, others)))
-        rows, _ = trained(recipe, overrides, Path(scratch) / "recipe", program)
+            half.keep(peer, others)
+        say(half.told(scratch / "recipe"))
+        rows, _ = trained(recipe, overrides, scratch / "recipe", program)
     figures = figures_of(rows, skip, samples)
     return new_result(
         "waiting",
@@ -100,13 +104,15 @@ def measure(
         {**figures, "speedup": figures["samples_per_s"] / peer["samples_per_s"]},
         peers={SYNCHRONOUS: peer},
         peers_command=command if against is None else against.peers_command or against.command,
-        settings={"iterations": len(rows), **told, **describe(config)},
-        details=[*_rows("recipe", rows), *_rows(SYNCHRONOUS, others)],
+        settings={
+            "iterations": len(rows),
+            "synchronous_iterations": len(others),
+            "skipped": skip,
+            **lengths,
+            **describe(config),
+        },
+        details=[*rows_of("recipe", rows), *rows_of(SYNCHRONOUS, others)],
     )
-
-
-def _rows(mode: str, rows: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
-    return [{**row, "mode": mode, "iteration": number} for number, row in enumerate(rows, start=1)]
 
 
 def _check_same(against: BenchResult, works: Sequence[Mapping[str, Any]]) -> None:
@@ -116,17 +122,18 @@ def _check_same(against: BenchResult, works: Sequence[Mapping[str, Any]]) -> Non
     """
     if against.bench != "waiting" or against.machine != machine():
         raise UserError("the result to compare with is not of this benchmark and machine", "leave out --against")
-    differing = [_differing(work, against.settings) for work in works]
-    if all(differing):
-        nearest = min(differing, key=len)
+    others = [_differing(work, against.settings) for work in works]
+    if all(others):
+        nearest = min(others, key=len)
         raise UserError(f"the result to compare with differs in {', '.join(nearest)}", "leave out --against")
 
 
 def _differing(work: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
     """Return in what a work differs from that of a result, but for how often and how it does not wait."""
     asked, measured = ({**of, "rollout": _that_waits(of["rollout"])} for of in (work, settings))
-    names = asked.keys() | measured.keys() - {"iterations", "synchronous_iterations", "skipped"}
-    return sorted(name for name in names if asked.get(name) != measured.get(name))
+    for name in ("iterations", "synchronous_iterations", "skipped", RECIPE):
+        measured.pop(name, None)
+    return differing(asked, measured)
 
 
 def _that_waits(rollout: Mapping[str, Any]) -> dict[str, Any]:

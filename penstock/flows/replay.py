@@ -34,6 +34,7 @@ from penstock.tasks.iteration.rollout import begin_rollout, rollout
 from penstock.tasks.iteration.update import update_actor, update_critic
 from penstock.tasks.replay.differences import Columns, Compared, Replayed, compared_columns, compared_figures, same_rows
 from penstock.tasks.replay.inputs import PASSES, Plan, laid_out, lend, memory, outputs_of, planned
+from penstock.tasks.replay.portions import by_portions, was_in_portions
 from penstock.tasks.start import build_engines, load_prompts
 
 Outcome = tuple[Columns, dict[str, float]]  # the columns that a task wrote, and the figures that it gave
@@ -108,23 +109,30 @@ def _brought_before(training: Training, plan: Plan, tolerance: float) -> tuple[l
 
 
 def _again(task: str, training: Training, plan: Plan, settings: Settings, progress: Progress) -> Outcome:
-    """Run a task of the iteration on the columns that were there before it."""
+    """Run a task of the iteration on the columns that were there before it: of the batch, or portion by portion."""
     if task == "rollout":
         begun = begin_rollout(training, settings, progress)
         return _written(rollout(training, settings, begun), [])
+    if was_in_portions(plan, task):
+        return by_portions(training, plan, settings, task, lambda stage: _on(task, training, settings, stage)[0])
     stage = laid_out(training, plan, plan.iteration, task)
+    if task == "update_actor":
+        inputs_of_update(training, settings, stage)
+        return {}, update_actor(training, settings, stage)
+    if task == "update_critic":
+        return {}, update_critic(training, settings, stage)
+    return _on(task, training, settings, stage)
+
+
+def _on(task: str, training: Training, settings: Settings, stage: Stage) -> Outcome:
+    """Run a task that writes columns on an experience."""
     if task in PASS_TASKS:
         column = PASS_TASKS[task](training, settings, stage.experience)
         return read_columns(column.path, column.columns), {}
     if task == "advantage":
-        return _advantage(training, plan, settings, stage)
-    if task in STAGE_TASKS:
-        before = column_names(stage.experience.path)
-        return _written(STAGE_TASKS[task](training, settings, stage), before)
-    if task == "update_actor":
-        inputs_of_update(training, settings, stage)
-        return {}, update_actor(training, settings, stage)
-    return {}, update_critic(training, settings, stage)
+        return _advantage(training, settings, stage)
+    before = column_names(stage.experience.path)
+    return _written(STAGE_TASKS[task](training, settings, stage), before)
 
 
 PASS_TASKS: dict[str, Callable[..., ColumnRef]] = {
@@ -141,18 +149,17 @@ def _written(stage: Stage, before: Sequence[str]) -> Outcome:
     return read_columns(path, written), stage.metrics
 
 
-def _advantage(training: Training, plan: Plan, settings: Settings, stage: Stage) -> Outcome:
+def _advantage(training: Training, settings: Settings, stage: Stage) -> Outcome:
     """Compute advantages from the stored columns of the forward passes, which the task takes in and leaves as they are.
 
     With a ratio to the rollout's log-probs the task itself writes the old ones.
     """
-    stored = plan.run.experience(plan.iteration)
-    taken = [name for name in column_names(stored) if name in PASSES]
-    if plan.config.algorithm.ratio_to_rollout:
+    before = column_names(stage.experience.path)
+    taken = [name for name in before if name in PASSES]
+    if training.config.algorithm.ratio_to_rollout:
         taken = [name for name in taken if name != "logprobs_old"]
     passes = training.run.path / "passes.parquet"
-    before = [*column_names(stage.experience.path), *taken]
-    columns: dict[str, Any] = read_columns(stored, taken)
+    columns: dict[str, Any] = read_columns(stage.experience.path, taken)
     if columns:
         write_columns(passes, columns)
     refs = [ColumnRef("passes", str(passes), 0.0, tuple(taken))] if columns else []

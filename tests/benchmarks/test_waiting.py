@@ -11,7 +11,8 @@ import pytest
 
 from penstock.base.errors import UserError
 from penstock.benchmarks import waiting
-from penstock.benchmarks.reporting.result import BenchResult, read_result
+from penstock.benchmarks.reporting.halves import file_beside
+from penstock.benchmarks.reporting.result import read_result
 from penstock.benchmarks.waiting import figures_of, measure
 from penstock.benchmarks.workload.slow_environment import seconds_of
 from penstock.reports.waiting import Figures, carry_gain, tail_gain
@@ -32,7 +33,7 @@ def test_a_long_round_pays_for_the_short_ones() -> None:
     assert figures["deferred_share"] == pytest.approx(0.2)
 
 
-def test_both_trainings_are_of_the_same_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_trainings_are_of_the_same_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The second one differs by the one setting, and may have fewer iterations. A recipe that waits is refused."""
     asked: list[list[str]] = []
 
@@ -43,23 +44,19 @@ def test_both_trainings_are_of_the_same_work(monkeypatch: pytest.MonkeyPatch) ->
         return [{"time/iteration_s": 4.0 * len(asked)}] * 3, {}
 
     monkeypatch.setattr(waiting, "trained", trained)
-    kept: list[BenchResult] = []
-    result = measure(
-        RECIPE, ["seed=3"], "penstock bench waiting", skip=1, synchronous=3, lognormal=False, keep=kept.append
-    )
+    out = tmp_path / "waiting.json"
+    result = measure(RECIPE, ["seed=3"], "penstock bench waiting", skip=1, synchronous=3, lognormal=False, out=out)
     assert asked == [["seed=3", "rollout.tail=null", "iterations=3"], ["seed=3"]]
     measure(RECIPE, CARRIED, "penstock bench waiting", skip=1, synchronous=None, lognormal=False)
     assert asked[2:] == [[*CARRIED, "rollout.carry=null"], CARRIED]
     assert result.figures["speedup"] == 0.5
     assert result.peers["synchronous"]["samples_per_s"] == 512 / 4.0
     more = ["seed=3", "rollout.tail.extra=0.5"]
-    (waited,) = kept  # what is there if the second training does not end
+    waited = read_result(file_beside(out))  # what is there if the second training does not end
     assert (waited.figures, waited.peers) == (result.peers["synchronous"], {})
     for before in (waited, result):
-        again = measure(
-            RECIPE, more, "later", skip=1, synchronous=None, lognormal=False, against=before, keep=kept.append
-        )
-        assert asked.pop() == more and len(asked) == 4 and kept == [waited]
+        again = measure(RECIPE, more, "later", skip=1, synchronous=None, lognormal=False, against=before)
+        assert asked.pop() == more and len(asked) == 4
         assert (again.peers, again.peers_command) == (result.peers, "penstock bench waiting")
         assert again.settings["synchronous_iterations"] == 3
         assert again.figures["speedup"] == again.figures["samples_per_s"] / (512 / 4.0)

@@ -2,17 +2,17 @@
 
 Two trainings as a user starts them (penstock/benchmarks/step.py), one after the other, of the same episodes: the
 recipe, whose environment answers inside the loop, and the recipe with an agent that plays by the same rules. Where
-generations are reproducible both sample the same tokens; the result says whether they have. Left out: agents whose own
-work takes long, which is theirs.
+generations are reproducible both sample the same tokens; the result says whether they have. The recipe comes first and
+is kept (penstock/benchmarks/reporting/halves.py). Left out: agents whose own work takes long, which is theirs.
 """
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from penstock.base.errors import UserError
+from penstock.benchmarks.reporting.halves import Half, rows_of, scratch_folder
 from penstock.benchmarks.reporting.result import BenchResult, medians, new_result, steady
 from penstock.benchmarks.session import describe
 from penstock.benchmarks.step import trained
@@ -21,6 +21,7 @@ from penstock.configs.loading.load import load_config
 from penstock.configs.schema import TrainConfig
 from penstock.environments.loading import asks_policy
 
+INSIDE = "inside"  # the training whose environment answers inside the loop
 ONLY_ROLLOUTS = ("evaluate.every=0", "checkpoint.every=0")
 FIGURES = {
     "rollout_s": "time/rollout_s",
@@ -31,33 +32,55 @@ FIGURES = {
 }
 
 
-def measure(recipe: Path, overrides: list[str], command: str, *, agent: str, skip: int) -> BenchResult:
+def measure(
+    recipe: Path,
+    overrides: list[str],
+    command: str,
+    *,
+    agent: str,
+    skip: int,
+    out: Path | None = None,
+    say: Callable[[str], object] = lambda _: None,
+) -> BenchResult:
     """Train both ways; return the medians after the first `skip` iterations, and the ratio of tokens per second.
 
     Args:
         agent: `module:name` of the class that asks, instead of the recipe's environment.
+        out: the result's file, beside which the training inside is kept once it has ended; what an earlier command
+            has kept there is not repeated.
+        say: told where that is, and where a training is that was cut off.
 
     Raises:
         UserError: the recipe has no environment that answers, the agent does not ask, too few iterations are asked
-            for, or a training failed.
+            for, a training failed, or what is kept is of other work or another machine.
     """
     overrides = [*overrides, *ONLY_ROLLOUTS]
     asking = f"environment.type={agent}"
     config, other = load_config(recipe, overrides), load_config(recipe, [*overrides, asking])
     steady(range(config.iterations), skip)
     _check_who_asks(config, other)
-    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch:
-        overrides = [*overrides, *with_prompts(config, Path(scratch))]
-        inside, _ = trained(recipe, overrides, Path(scratch) / "inside")
-        asked, _ = trained(recipe, [*overrides, asking], Path(scratch) / "asked")
-    figures, peer = (medians(steady(rows, skip), FIGURES) for rows in (asked, inside))
+    half = Half("gateway", INSIDE, config, command, out, {})
+    kept = half.ended()
+    with scratch_folder(say) as scratch:
+        overrides = [*overrides, *with_prompts(config, scratch)]
+        inside: Sequence[Mapping[str, float]]
+        if kept is not None:
+            inside = kept.details
+        else:
+            inside, _ = trained(recipe, overrides, scratch / INSIDE)
+        peer = medians(steady(inside, skip), FIGURES)
+        if kept is None:
+            half.keep(peer, inside)
+        say(half.told(scratch / "asked"))
+        asked, _ = trained(recipe, [*overrides, asking], scratch / "asked")
+    figures = medians(steady(asked, skip), FIGURES)
     share = figures["rollout_tokens_per_s"] / peer["rollout_tokens_per_s"]
     return new_result(
         "gateway",
         command,
         {**figures, "share_of_inside": share},
-        peers={"inside": peer},
-        peers_command=command,
+        peers={INSIDE: peer},
+        peers_command=command if kept is None else kept.command,
         settings={
             "iterations": config.iterations,
             "skipped": skip,
@@ -66,11 +89,7 @@ def measure(recipe: Path, overrides: list[str], command: str, *, agent: str, ski
             "same_tokens": same_tokens(inside, asked),
             **describe(config),
         },
-        details=[
-            {**row, "mode": mode, "iteration": number}
-            for mode, found in (("asked", asked), ("inside", inside))
-            for number, row in enumerate(found, start=1)
-        ],
+        details=[*rows_of("asked", asked), *rows_of(INSIDE, inside)],
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -282,9 +281,11 @@ def waiting(
 ) -> None:
     """What is gained by not waiting for the longest responses, beside waiting for all.
 
-    The training that waits comes first. Once it has ended its result is in the file of --out, which --against takes.
+    The training that waits comes first. Once it has ended it is kept beside the file of --out, as NAME.half.json, until
+    the other has ended, too: the same command begun again goes on with the other. --against takes it as well.
     """
-    from penstock.benchmarks.reporting.result import read_result, write_result
+    from penstock.benchmarks.reporting.halves import forget_half
+    from penstock.benchmarks.reporting.result import read_result
     from penstock.benchmarks.waiting import measure
 
     result = measure(
@@ -295,9 +296,11 @@ def waiting(
         synchronous=synchronous,
         lognormal=lognormal,
         against=None if against is None else read_result(against),
-        keep=partial(write_result, out) if out else lambda _: None,
+        out=out,
+        say=say,
     )
     _finish(result, out, ("mode", "iteration", "time/iteration_s", "time/rollout_s", "rollout/deferred"))
+    forget_half(out)
 
 
 @app.command()
@@ -310,11 +313,17 @@ def gateway(
     ] = "penstock.environments.calculator:CalculatorAgent",
     skip: Skip = 2,
 ) -> None:
-    """Rollouts whose episodes ask the policy over HTTP, beside the same ones inside the loop."""
-    from penstock.benchmarks.gateway.measuring import measure
+    """Rollouts whose episodes ask the policy over HTTP, beside the same ones inside the loop.
 
-    result = measure(recipe, overrides or [], command(), agent=agent, skip=skip)
+    These come first. Once they have ended they are kept beside the file of --out, as NAME.half.json, until the others
+    have ended, too: the same command begun again goes on with the others.
+    """
+    from penstock.benchmarks.gateway.measuring import measure
+    from penstock.benchmarks.reporting.halves import forget_half
+
+    result = measure(recipe, overrides or [], command(), agent=agent, skip=skip, out=out, say=say)
     _finish(result, out, ("mode", "iteration", "time/rollout_s", "rollout/tokens_per_s", "rollout/engine_wait_share"))
+    forget_half(out)
     say(f"over HTTP {result.figures['share_of_inside']:.1%} of the tokens per second inside")
 
 

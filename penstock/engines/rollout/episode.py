@@ -290,10 +290,9 @@ def begun_turn(episode: Episode, owner: Generation) -> Placed:
 
 
 def known_of(episode: Episode) -> str:
-    """Return a digest of all that an engine knows of an agent's episode that goes on."""
+    """Return a digest of all that an engine knows of an agent's episode that goes on: one of a single path."""
     digest = hashlib.sha256()
-    for path in (episode, *episode.branches):
-        _put(digest, path.prompt, path.tokens, path.versions, path.turn_ends, [path.own])
+    _put(digest, episode.prompt, episode.tokens, episode.versions, episode.turn_ends)
     for placed in () if episode.owed else episode.round:
         digest.update(repr(placed.refused).encode())
         _put(digest, [-1] if placed.aside is None else placed.aside)

@@ -42,7 +42,7 @@ def join(training: Training, settings: Settings, begun: Rollout, stages: Sequenc
     paths = [Path(stage.experience.path) for stage in stages]
     groups = [origin_of(one)[PORTIONS][0] for one in paths]
     parts = [read_columns(one, column_names(one)) for one in paths]
-    columns = _in_order(parts, groups, training.config.rollout.samples)
+    columns = in_order(parts, groups, training.config.rollout.samples)
     metrics = _summed([stage.metrics for stage in stages]) | _ahead_share(stages)
     left, figures = _left(training, begun, rollout, int(columns["response_tokens"].offsets_B1[-1]))
     origin = sampled_with(training, settings, rollout.round) | left
@@ -57,7 +57,7 @@ def join(training: Training, settings: Settings, begun: Rollout, stages: Sequenc
     return Stage(experience, metrics | advantage_figures(training, settings, path))
 
 
-def _in_order(parts: Sequence[Columns], groups: Sequence[Sequence[int]], samples: int) -> Columns:
+def in_order(parts: Sequence[Columns], groups: Sequence[Sequence[int]], samples: int) -> Columns:
     """Return the columns of all portions as one, group by group as the engines got them."""
     names = dict.fromkeys(name for part in parts for name in part)
     first_G = np.argsort(np.concatenate([np.asarray(some) for some in groups]))
