@@ -3,6 +3,7 @@
 Each model is built as an actor with its rollout engine, takes an update, and is written as a folder. Compared is the
 mean difference of log-probs:
 
+- `before`: vLLM's while it samples with the actor's, before any update;
 - `packed`: the actor's with the Transformers library's, of a whole row at a time; `gradient`, likewise, as a share;
 - `rollout`: vLLM's while it samples with the actor's, after the update and a reshard; `lora` the same with adapters,
   `lora_experts` with adapters on a mixture's experts as well;
@@ -74,6 +75,7 @@ SPLIT = Split(
 )
 LOSS = ActorLoss("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3}, 1.0, 0.0, None, 0.0)
 FIGURES = ("packed", "gradient", "rollout", "lora", "lora_experts", "exported", "stale")
+TOLD = {"before": "before the update", "rollout": "after it", "exported": "written", "stale": "stale weights"}
 COLUMNS = ("family", "served_by", *FIGURES, "refused")
 
 
@@ -178,7 +180,8 @@ def measure_folder(folder: Path, work: Path) -> dict[str, Any]:
     except RankLost as lost:  # in a library
         return {**described, "refused": f"its rank is lost: {(lost.log_tail.strip() or lost.reason).splitlines()[-1]}"}
     if not figures["rollout"] <= _explained():
-        return {**described, "refused": f"vLLM gives tokens other log-probs ({figures['rollout']:.2g})"}
+        off = ", ".join(f"{words} {figures[name]:.2g}" for name, words in TOLD.items())
+        return {**described, "refused": f"vLLM gives tokens other log-probs ({off})"}
     return described | figures
 
 
@@ -232,6 +235,7 @@ class _Model:
             "strategy": self._built.strategy,
             "parameters_shared": self._built.parameters_shared,
             "parameters_copied": self._built.parameters_copied,
+            "before": _mean(ours - before.logprobs_T),
             "packed": _mean(ours - library),
             "gradient": gradient,
             "rollout": rollout,
