@@ -1,6 +1,7 @@
 """Spreads the tests over two processes: flows in one, hosts and engines in the other, the rest where there is room.
 
-Beside this, what tests of several rooms share: a Prefect server, and that modules of a test's folder end with it.
+Beside this, what tests of several rooms share: a Prefect server, that modules of a test's folder end with it, and that
+folders and files may be named in any order.
 """
 
 from __future__ import annotations
@@ -25,6 +26,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 LONGEST_FIRST = {"flows": 0, "hosts": 1, "faults": 2, "engines": 3}
 ENGINES_ALONE = {"test_channel.py", "test_group.py", "test_group_ends.py"}  # they start groups of their own
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Put together what the command line names of one folder.
+
+    pytest 9.1 reads a folder anew for what comes after a file of a folder above, and forgets the fixtures of its
+    conftest.py then (pytest's issue 14971).
+    """
+    config.args.sort(key=lambda argument: Path(argument.partition("::")[0]).absolute().parts)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -20,8 +20,8 @@ from penstock.base.interrupts import interrupts_deferred
 from penstock.configs.preference import PairConfig
 from penstock.configs.schema import TrainConfig
 from penstock.session.events import take_up
-from penstock.session.flow_run import RUN_TAG, know_flow_run
-from penstock.session.flow_runs.taken_over import crash_earlier
+from penstock.session.flow_run import know_flow_run
+from penstock.session.flow_runs.taken_over import succeed
 from penstock.session.session import Training
 from penstock.state.chain import is_chain
 from penstock.state.manifest import Progress, Tracked, read_manifest, read_progress, write_manifest
@@ -68,7 +68,7 @@ def open_record(training: Training, recording: Recording) -> Iterator[None]:
     saved = read_progress(run)
     know_flow_run(training, recording.config, recording.algorithm)
     if session.prefect_flow_run_id:
-        crash_earlier(saved.prefect_flow_run_id, session.prefect_flow_run_id, f"{RUN_TAG}{run.name}")
+        succeed(saved.prefect_flow_run_id, session.prefect_flow_run_id, run)
     session.seconds_before = saved.progress.seconds
     drop_partial(run)
     with interrupts_deferred():

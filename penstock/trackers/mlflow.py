@@ -394,8 +394,8 @@ def pages(folder: Path, port: int) -> Pages | None:
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # for evaluations of applications: seven unused processes
         "PYTHONWARNINGS": "ignore",
     }
-    module = ["mlflow", "ui", "--port", str(port), "--workers", "1", "--uvicorn-opts", "--log-level warning"]
-    module += ["--host", "127.0.0.1"]
+    module = ["penstock.trackers.mlflow_server", "ui", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    module += ["--uvicorn-opts", "--log-level warning"]
     return Pages(MlflowTracker.label, f"http://127.0.0.1:{port}{newest_experiment(uri)}", module, environment)
 
 

@@ -1,9 +1,10 @@
-"""The flow run of a killed attempt is Crashed once another goes on, and nobody starts it again."""
+"""The flow run of a killed attempt is Crashed once another goes on in its folder, and nobody starts it again."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from uuid import UUID, uuid4
@@ -19,14 +20,15 @@ from penstock.flows.train import train
 from penstock.session.chains.plan import CHAIN_TAG, begin_chain
 from penstock.session.chains.running import running_chain
 from penstock.session.flow_runs.kept_alive import KEEP_ALIVE
-from penstock.session.flow_runs.taken_over import crash_earlier
+from penstock.session.flow_runs.taken_over import succeed
 from penstock.session.sweeps.plan import SWEEP_TAG, Asked, begin_sweep
 from penstock.session.sweeps.running import running_sweep
 from penstock.state.chain import ChainFolder
+from penstock.state.run_folder import RunFolder, locked
 from penstock.state.sweep import SweepFolder
 from tests.configs.test_chain import BASE, CHAIN
 
-TAG = "run:sums"  # of flow runs of a run folder
+TAG = "run:sums"  # of flow runs of a run folder, and of every copy that keeps its name
 pytestmark = pytest.mark.usefixtures("prefect_harness")
 
 
@@ -56,30 +58,59 @@ def read(number: str) -> FlowRun:
         return client.read_flow_run(UUID(number))
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunFolder]:
+    """A run folder that this process has locked."""
+    run = RunFolder(tmp_path / "sums")
+    run.path.mkdir()
+    with locked(run):
+        yield run
+
+
+def new() -> str:
+    """Return the id of a flow run that goes on where another was killed."""
+    return left_behind(Completed())[0]
+
+
 @pytest.mark.parametrize("state", [Cancelling(), Running()], ids=["cancelling", "running"])
-def test_a_killed_attempt_is_crashed_with_its_child_and_not_started_again(state: State) -> None:
+def test_a_killed_attempt_is_crashed_with_its_child_and_not_started_again(state: State, run: RunFolder) -> None:
     """Both say which flow run goes on. The tag by which an automation would start it again is gone, others stay."""
-    parent, child = left_behind(state)
-    now = str(uuid4())
-    crash_earlier(parent, now, TAG)
+    (parent, child), now = left_behind(state), new()
+    succeed(None, parent, run)
+    succeed(parent, now, run)
     for found in map(read, (parent, child)):
         assert found.state is not None and found.state.is_crashed()
         assert now in str(found.state.message)
     assert read(parent).tags == [TAG]
 
 
-def test_others_stay_as_they_are() -> None:
-    """One that has ended; the flow run itself, which Prefect has started again; another folder's; another server's."""
+@pytest.mark.parametrize("copied", [["cp", "-r"], ["cp", "-a"]], ids=" ".join)
+def test_a_copy_of_its_name_leaves_a_living_attempt_as_it_is(copied: list[str], run: RunFolder, tmp_path: Path) -> None:
+    """Also one that keeps times and owners. Control: the folder itself, under another name, is that of the attempt."""
+    (parent, child), now = left_behind(Running()), new()
+    succeed(None, parent, run)
+    copy = RunFolder(tmp_path / "elsewhere" / run.name)
+    copy.path.parent.mkdir()
+    subprocess.run([*copied, run.path, copy.path], check=True)
+    with locked(copy):
+        succeed(parent, now, copy)
+    assert [read(number).state_name for number in (parent, child)] == ["Running"] * 2 and KEEP_ALIVE in read(
+        parent
+    ).tags
+    succeed(parent, now, RunFolder(run.path.rename(tmp_path / "renamed")))
+    assert [read(number).state_name for number in (parent, child)] == ["Crashed"] * 2
+
+
+def test_others_stay_as_they_are(run: RunFolder) -> None:
+    """One that has ended; the flow run itself, which Prefect has started again; another server's."""
     ended, _ = left_behind(Completed())
-    crash_earlier(ended, str(uuid4()), TAG)
+    succeed(None, ended, run)
+    succeed(ended, new(), run)
     assert read(ended).state_name == "Completed" and KEEP_ALIVE in read(ended).tags
-    again, _ = left_behind(Running())
-    crash_earlier(again, again, TAG)
-    copied, child = left_behind(Running())
-    crash_earlier(copied, again, "run:a-copy")
-    assert [read(number).state_name for number in (again, copied, child)] == ["Running"] * 3
-    crash_earlier(str(uuid4()), again, TAG)
-    crash_earlier(None, again, TAG)
+    again, child = left_behind(Running())
+    succeed(again, again, run)
+    succeed(str(uuid4()), again, run)
+    assert [read(number).state_name for number in (again, child)] == ["Running"] * 2
 
 
 def chain_begun() -> ChainFolder:
@@ -129,7 +160,7 @@ def test_so_is_that_of_a_killed_chain_or_sweep(
         return number
 
     attempts = [killed(at(folder))]
-    copy = folder.with_name("a-copy")
+    copy = folder.parent / "elsewhere" / folder.name
     shutil.copytree(folder, copy)
     at(copy)
     assert states() == ["Running"]

@@ -25,7 +25,7 @@ from penstock.session.record import Recording, begin_delivery, finite, reopened
 from penstock.session.session import Training, write_config
 from penstock.state.experience import write_columns
 from penstock.state.manifest import Manifest, Progress, Tracked, ended, read_manifest, write_manifest
-from penstock.state.run_folder import append_metrics
+from penstock.state.run_folder import RunFolder, append_metrics
 from penstock.tasks.finetuning.checkpoints import steps_done
 from penstock.tasks.iteration import record
 from penstock.tasks.iteration.checkpoint import manifest
@@ -259,8 +259,8 @@ def test_a_resume_tells_prefect_of_the_attempt_before(
     Controls: a first attempt has none before it; outside of a flow run nobody is told.
     """
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    told: list[tuple[str | None, str, str]] = []
-    monkeypatch.setattr(session_record, "crash_earlier", lambda *said: told.append(said))
+    told: list[tuple[str | None, str, RunFolder]] = []
+    monkeypatch.setattr(session_record, "succeed", lambda *said: told.append(said))
     for number in ("first", "second", None):
         training = training_with(TrainConfig())
         write_config(training.run, training.config)
@@ -268,8 +268,7 @@ def test_a_resume_tells_prefect_of_the_attempt_before(
         monkeypatch.setattr(session_record, "know_flow_run", lambda *_, known=known: known())
         with opened(training, 0):
             assert read_manifest(training.run).prefect_flow_run_id == number
-    tag = f"run:{training.run.name}"
-    assert told == [(None, "first", tag), ("first", "second", tag)]
+    assert told == [(None, "first", training.run), ("first", "second", training.run)]
 
 
 @pytest.mark.parametrize("attempt", ["the first", "a resume"])

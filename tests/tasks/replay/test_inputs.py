@@ -17,7 +17,6 @@ from penstock.state.experience import write_columns
 from penstock.state.manifest import Manifest, Progress, seal_checkpoint, write_manifest
 from penstock.state.run_folder import RunFolder, append_metrics
 from penstock.tasks.replay.inputs import following, inputs_of, outputs_of, planned, tasks_of
-from tests.training import training_with as training_with
 
 GRPO = {"iterations": 8, "data": {"train": "p.jsonl"}, "model": {"path": "m"}, "reward": {"function": "r:f"}}
 COLUMNS = ("response", "response_tokens", "reward", "reward/part", "reward_greedy", "logprobs_old", "kl", "advantages")
