@@ -15,8 +15,15 @@ import numpy as np
 import pandas as pd
 
 from penstock.base.errors import UserError
+from penstock.checks.model.chat import check_chat
 from penstock.configs.schema import TrainConfig
-from penstock.data.prompts import is_templated, refuse_chat_arguments, refuse_cut_end, refuse_tools
+from penstock.data.prompts import (
+    is_templated,
+    refuse_chat_arguments,
+    refuse_cut_end,
+    refuse_other_than_chats,
+    refuse_tools,
+)
 from penstock.data.source import split_of
 from penstock.data.tokenizer import DEFAULT_CHARACTERS
 from penstock.environments.loading import tools_told
@@ -43,11 +50,14 @@ def check_prompt_lengths(config: TrainConfig, frames: Mapping[str, pd.DataFrame]
 
     Raises:
         UserError: none is short enough where longer ones are dropped, or there is no chat template; the end of chats
-            would be cut off.
+            would be cut off; a row is no list of messages where others are.
     """
     limit, tools = config.data.max_prompt_tokens, tools_told(config.environment)
     for split, frame in frames.items():
         source, chats = getattr(config.data, split) or f"the {split} data", is_templated(frame, config.data)
+        if chats and not config.data.chat:  # a column of messages
+            refuse_other_than_chats(frame, config.data.prompt, source)
+            check_chat(config)
         if tools is not None and not chats:
             refuse_tools(source)
         if config.data.chat_arguments and not chats:

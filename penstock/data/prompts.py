@@ -298,16 +298,30 @@ def _of_user(text: str, images: int) -> dict[str, Any]:
     return {"role": "user", "content": [*({"type": "image"} for _ in range(images)), {"type": "text", "text": text}]}
 
 
-def _chats(frame: pd.DataFrame, column: str, source: Path | str) -> list[list[dict[str, Any]]]:
-    chats = []
+def refuse_other_than_chats(frame: pd.DataFrame, column: str, source: Path | str) -> None:
+    """Say which row of a column without texts is no list of messages.
+
+    Raises:
+        UserError: there is one: a part of it is no object, has no role, or says nothing.
+    """
     for row, value in enumerate(frame[column]):
-        if not all(isinstance(message, Mapping) and {"role", "content"} <= message.keys() for message in value):
+        listed = isinstance(value, list | np.ndarray) and len(value) > 0
+        if not listed or not all(isinstance(message, Mapping) and _is_message(message) for message in value):
             raise UserError(
                 f"{place(source, row)}: '{column}' is neither text nor a list of messages",
                 'write text, or [{"role": "user", "content": "..."}]',
             )
-        chats.append([_plain(message) for message in value])
-    return chats
+
+
+def _is_message(message: Mapping[str, Any]) -> bool:
+    """Whether it has a role and says something: a text, parts, or calls of tools. Arrow makes null of a missing key."""
+    said = any(message.get(key) is not None for key in ("content", "tool_calls"))
+    return isinstance(message.get("role"), str) and said
+
+
+def _chats(frame: pd.DataFrame, column: str, source: Path | str) -> list[list[dict[str, Any]]]:
+    refuse_other_than_chats(frame, column, source)
+    return [[_plain(message) for message in value] for value in frame[column]]
 
 
 def _plain(value: Any) -> Any:

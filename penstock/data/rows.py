@@ -121,6 +121,13 @@ def _read_jsonl(content: bytes, path: Path) -> pa.Table:
     return pa.table({name: _column(path, name, [values[name] for values in rows]) for name in rows[0]})
 
 
+def _in_words(error: ValueError) -> str:
+    """Return what JSON's reader says of a line; it would count lines as well, within this one."""
+    if not isinstance(error, json.JSONDecodeError):
+        return str(error)  # of a number of thousands of digits
+    return f"{error.msg.removesuffix(' at')} at column {error.colno}"
+
+
 def _parse_line(path: Path, row: int, line: bytes) -> dict[str, Any]:
     try:
         values = json.loads(line.decode("utf-8-sig"))
@@ -129,7 +136,7 @@ def _parse_line(path: Path, row: int, line: bytes) -> dict[str, Any]:
     except RecursionError:
         raise _nested_too_deeply(path, row) from None
     except ValueError as error:
-        what = "is blank" if not line.strip() else f"is not JSON: {error}"
+        what = "is blank" if not line.strip() else f"is not JSON: {_in_words(error)}"
         raise UserError(f"{place(path, row)} {what}", "each line holds one JSON object") from None
     if not isinstance(values, dict):
         raise UserError(

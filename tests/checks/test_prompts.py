@@ -37,6 +37,7 @@ def check_lengths(config: TrainConfig) -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     make_byte_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
 
 
@@ -71,6 +72,26 @@ def test_prompts_that_are_all_too_long_are_cut_where_the_recipe_says_so(model: P
     with pytest.raises(UserError, match=r"data.too_long=right cuts off .* and .*rows\.jsonl has chats\n.*middle"):
         check_lengths(config(model, 3, chats, too_long="right"))
     check_lengths(config(model, 3, chats, too_long="middle"))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [[{"rolle": "user", "content": "1"}], [{"content": "1"}], [{"role": "user"}], [{"role": None, "content": "1"}], []],
+)
+def test_a_row_that_is_no_chat_is_refused_before_the_start(tmp_path: Path, wrong: list[Any]) -> None:
+    """Named with its line, also among chats. Control: chats alone are fine, with a model that has a template."""
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    chat = [{"role": "user", "content": "1+1="}]
+    check_lengths(config(tmp_path, 8, [chat, chat]))
+    with pytest.raises(UserError, match=r"rows\.jsonl, line 2: 'prompt' is neither text nor a list of messages"):
+        check_lengths(config(tmp_path, 8, [chat, wrong]))
+
+
+def test_messages_need_a_model_with_a_chat_template(tmp_path: Path) -> None:
+    """Said before the start as well. Control: texts need none."""
+    check_lengths(config(tmp_path, 8, ["1+1="]))
+    with pytest.raises(UserError, match="no chat template"):
+        check_lengths(config(tmp_path, 8, [[{"role": "user", "content": "1+1="}]]))
 
 
 def test_arguments_without_a_chat_template_are_refused(model: Path) -> None:

@@ -49,7 +49,9 @@ def test_blank_lines_at_the_end_do_not_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (['{"a": 1}', '{"a": 2', '{"a": 3}'], "line 2 is not JSON"),
+        (['{"a": 1}', '{"a": "2', '{"a": 3}'], "line 2 is not JSON: Unterminated string starting at column 7\n"),
+        (['{"a": 1}', '{"a": 2', '{"a": 3}'], r"line 2 is not JSON: Expecting .* at column 8\n"),
+        (['{"a": 1}', '{"a": ' + "1" * 5000 + "}"], "line 2 is not JSON: Exceeds the limit"),
         (['{"a": 1', '"b": 2}'], "line 1 is not JSON"),
         (['{"a": 1}', "", '{"a": 3}'], "line 2 is blank"),
         (['{"a": 1}', "[1]"], "line 2 is not a JSON object but a list"),

@@ -22,6 +22,6 @@ def check_chat(config: TrainConfig) -> None:
         if inside or any(folder.glob("chat_template*")):
             return
     raise UserError(
-        f"data.chat is set, and {folder or 'a tiny model'} has no chat template",
-        "use an instruction-tuned model, or data.chat=false with a data.template",
+        f"the prompts are chats (data.chat or messages), and {folder or 'a tiny model'} has no chat template",
+        "use an instruction-tuned model, or text prompts with data.chat=false and a data.template",
     )

@@ -2,6 +2,8 @@
 
     python -m penstock.cli.prefect.own_server 127.0.0.1 4200
 
+The temporary server of a command is the same (`temporary_server.py`).
+
 A statement that fails, as those do that mark deployments ready each time a worker asks for runs, leaves its cursor to
 the garbage collector: SQLAlchemy 2.0 closes cursors of statements that succeed alone. The collector may find it on the
 server's one thread while the connection waits for another one's write. Then that thread waits for this one, the write
@@ -54,6 +56,14 @@ def patient(retry: Callable[[Any, Any], Awaitable[None]]) -> Callable[[Any, Any]
     return retry_later
 
 
+def mend() -> None:
+    """Change this process so that a server of Prefect that it becomes has neither fault."""
+    from prefect.server.utilities.messaging import memory
+
+    aiosqlite.Cursor._execute = execute  # type: ignore[assignment]
+    memory.Subscription.retry = patient(memory.Subscription.retry)  # type: ignore[method-assign, assignment]
+
+
 def serve(host: str, port: int) -> None:
     """Start the server and stay with it until it ends, which ends this process.
 
@@ -64,10 +74,8 @@ def serve(host: str, port: int) -> None:
         os.environ.setdefault("PREFECT_UI_API_URL", f"http://{host}:{port}/api")
 
     from prefect.cli import app  # reads its settings when it is imported
-    from prefect.server.utilities.messaging import memory
 
-    aiosqlite.Cursor._execute = execute  # type: ignore[assignment]
-    memory.Subscription.retry = patient(memory.Subscription.retry)  # type: ignore[method-assign, assignment]
+    mend()
     sys.argv[1:] = ["server", "start", "--host", host, "--port", str(port)]
     app()
 

@@ -6,6 +6,7 @@ connection error. So the server has a session of its own. A command that is kill
 shell beside it, which is there as soon as the server's process is, waits for that and ends the server; another shell
 takes the place of one that is killed. A server that ends before its command, killed by whatever it is, is started again
 with the same settings: the port is this process's own meanwhile, so nobody is refused, and who asks waits for seconds.
+It is started by a module of ours (`temporary_server.py`), since as it is it stands still for a minute now and then.
 Every user of the machine reaches its port, so it asks for a password that this process and the server alone know.
 """
 
@@ -32,6 +33,8 @@ from penstock.reports.progress import waiting
 
 START_SERVER = "start one with 'penstock server', or set PREFECT_API_URL to yours"
 RESTARTS = 5  # of a server that ends; one that cannot live is not started for ever
+UVICORN = ["-m", "uvicorn"]
+MENDED = ["-m", "penstock.cli.prefect.temporary_server"]
 _log = logging.getLogger(__name__)
 SHELL_LOOK_S = 0.5
 _Usual = subprocess.Popen[Any]
@@ -133,11 +136,16 @@ class _Apart(_Usual):
     """A process with a session of its own that ends when this process is gone, however it got away."""
 
     def __init__(self, args: Any, **options: Any) -> None:
-        self.command: list[str] = args
+        self.command = mended(args)
         self.options = options | {"start_new_session": True}
-        super().__init__(args, **self.options)
+        super().__init__(self.command, **self.options)
         shell = end_with_this_process(self.pid)
         threading.Thread(target=_keep_shell, args=(self.pid, shell), name="prefect-server-shell", daemon=True).start()
+
+
+def mended(command: list[str]) -> list[str]:
+    """Return the command of Prefect's server with our module in uvicorn's place, and any other as it is."""
+    return [command[0], *MENDED, *command[3:]] if command[1:3] == UVICORN else command
 
 
 @contextmanager

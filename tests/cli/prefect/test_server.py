@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from penstock.base.errors import UserError
 from penstock.cli import terminal
 from penstock.cli.prefect import server
 from penstock.cli.prefect.deploy import LOCAL_SERVER, next_commands
-from penstock.cli.prefect.server import _make_home, check_server
+from penstock.cli.prefect.server import MENDED, _make_home, _sessions_of_their_own, check_server, mended
 from penstock.configs.schema import TrainConfig
 from penstock.session.session import write_config
 from penstock.state.run_folder import RunFolder
@@ -236,7 +237,7 @@ def test_the_temporary_server_answers_nobody_else_and_outlives_no_killed_command
     command, server = start(COMMAND, **settings)
     try:
         said = server.cmdline()
-        assert "uvicorn" in " ".join(said)
+        assert MENDED[1] in said
         password = server.environ()["PREFECT_SERVER_API_AUTH_STRING"]
         assert len(password) > 30
         assert not any(password in argument for argument in [*said, *psutil.Process(command.pid).cmdline()])
@@ -265,6 +266,41 @@ def test_the_temporary_server_answers_nobody_else_and_outlives_no_killed_command
         command.kill()
         command.wait(10)
     assert came_true(lambda: not alive(server), 20)
+
+
+def test_prefect_starts_the_temporary_server_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command is Prefect's own but for the module. Control: as it is, and any other program, stays as it is."""
+    from prefect.server.api.server import SubprocessASGIServer
+
+    started: list[list[str]] = []
+    monkeypatch.setattr(subprocess.Popen, "__init__", lambda _, args, **__: started.append(args))
+    monkeypatch.setattr(server, "end_with_this_process", lambda _: None)
+    monkeypatch.setattr(server, "_keep_shell", lambda *_: None)
+    monkeypatch.setattr(server._Apart, "pid", 0, raising=False)
+    starting = SubprocessASGIServer(4321)
+    starting._run_uvicorn_command()
+    with _sessions_of_their_own():
+        starting._run_uvicorn_command()
+    as_it_is, ours = started
+    assert as_it_is[:3] == [sys.executable, *server.UVICORN]
+    assert ours == [sys.executable, *MENDED, *as_it_is[3:]]
+    assert mended(["git", "status"]) == ["git", "status"]
+
+
+def test_the_temporary_server_is_mended_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: importing what it is started by changes nothing yet."""
+    import aiosqlite
+    import uvicorn
+    from prefect.server.utilities.messaging import memory
+
+    from penstock.cli.prefect.own_server import execute
+
+    for owner, name in ((aiosqlite.Cursor, "_execute"), (memory.Subscription, "retry")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back afterwards
+    seen: list[bool] = [aiosqlite.Cursor._execute is execute]
+    monkeypatch.setattr(uvicorn, "main", lambda: seen.append(aiosqlite.Cursor._execute is execute))
+    runpy.run_module(MENDED[1], run_name="__main__")
+    assert seen == [False, True]
 
 
 def shells_of(pid: int) -> list[psutil.Process]:
