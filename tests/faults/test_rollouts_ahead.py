@@ -3,8 +3,8 @@
 When their weights change is another moment each time, so no two such trainings are equal. Nor are two that go on with
 keys of older weights (`rollout.carry.keep_kv_cache`), which an engine that was lost has had alone. What has to hold:
 each batch is whole and was drawn once, each token's policy is one that it may be of, and what waits in the end is what
-was drawn and not used. Left out: that tokens are of the policy that they say (test_ended.py, tests/engines/ranks/serving), and
-responses that had ended before a kill (test_ended.py).
+was drawn and not used. Left out: that tokens are of the policy that they say (test_ended.py,
+tests/engines/ranks/serving), and responses that had ended before a kill (test_ended.py).
 """
 
 from __future__ import annotations
