@@ -79,16 +79,18 @@ def check_prompt_lengths(config: TrainConfig, frames: Mapping[str, pd.DataFrame]
 def describe_prompts(config: TrainConfig) -> list[str]:
     """Return in words how many prompts there are, how long, and how often an iteration takes each."""
     frames = read_prompts(config)
-    described = [_described(config, split, frame) for split, frame in frames.items()]
-    return described + takes_each(config, frames["train"])
+    lengths = {split: prompt_lengths(config, frame.head(LOOKED_AT)) for split, frame in frames.items()}
+    described = [_described(config, split, frame, lengths[split]) for split, frame in frames.items()]
+    return described + takes_each(config, len(frames["train"]) - _dropped(config, lengths["train"]))
 
 
-def takes_each(config: TrainConfig, frame: pd.DataFrame) -> list[str]:
-    """Return a line if an iteration takes more prompts than there are."""
-    prompts, rows = config.rollout.prompts, len(frame)
+def takes_each(config: TrainConfig, rows: int) -> list[str]:
+    """Return a line if an iteration takes more prompts than the `rows` that there are."""
+    prompts = config.rollout.prompts
     if prompts <= rows:
         return []
-    return [f"rollout.prompts is {prompts}: an iteration takes each of the {rows} prompts {prompts / rows:.3g} times"]
+    each = "the one prompt" if rows == 1 else f"each of the {rows} prompts"
+    return [f"rollout.prompts is {prompts}: an iteration takes {each} {prompts / rows:.3g} times"]
 
 
 def first_row(config: TrainConfig) -> tuple[str, dict[str, Any]]:
@@ -109,18 +111,25 @@ def prompt_lengths(config: TrainConfig, frame: pd.DataFrame) -> np.ndarray | Non
     return np.array([counter(text, special) for text in texts], np.int64)
 
 
-def _described(config: TrainConfig, split: str, frame: pd.DataFrame) -> str:
+def _dropped(config: TrainConfig, lengths_B: np.ndarray | None) -> int:
+    """Return how many of the prompts that were looked at are dropped, as far as their lengths are known."""
+    if lengths_B is None or config.data.too_long != "drop":
+        return 0
+    return int((lengths_B > config.data.max_prompt_tokens).sum())
+
+
+def _described(config: TrainConfig, split: str, frame: pd.DataFrame, lengths_B: np.ndarray | None) -> str:
     limit = config.data.max_prompt_tokens
-    lengths_B = prompt_lengths(config, frame.head(LOOKED_AT))
+    prompts = "1 prompt" if len(frame) == 1 else f"{len(frame)} prompts"
     if lengths_B is None:
-        return f"{split}: {len(frame)} prompts"
+        return f"{split}: {prompts}"
     some = f"; of the first {LOOKED_AT}:" if len(frame) > LOOKED_AT else ","
     least = ", without the chat template" if is_templated(frame, config.data) else ""
     long = int((lengths_B > limit).sum())
     done = "dropped" if config.data.too_long == "drop" else "cut"
     dropped = f"{long} of them longer than data.max_prompt_tokens ({limit}), which are {done}"
     longest = f"up to {lengths_B.max()} tokens{least}"
-    return f"{split}: {len(frame)} prompts{some} {longest}, {dropped if long else 'none too long'}"
+    return f"{split}: {prompts}{some} {longest}, {dropped if long else 'none too long'}"
 
 
 def _tiny_tokens(text: str, special: bool) -> int:

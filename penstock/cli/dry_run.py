@@ -30,6 +30,7 @@ from penstock.reports.alarms import History
 from penstock.reports.waiting import ahead_gain, carry_gain, gains, stream_gain, tail_gain
 from penstock.state.run_folder import RunFolder
 
+GAINS_NOTHING = 1.05  # times as fast
 NOTHING_KNOWN = (
     "free ?: of a host that has not joined nothing is known yet; the start compares once it has, and refuses what does "
     "not fit"
@@ -124,12 +125,14 @@ def describe_waiting(history: History, apart: bool = False) -> list[str]:
     tail, carry = gains(history, tail_gain), gains(history, carry_gain)
     if not tail:
         return []
+    stream, ahead = (median(gains(history, gain)) if apart else 1.0 for gain in (stream_gain, ahead_gain))
+    if max(median(tail), median(carry), stream, ahead) < GAINS_NOTHING:
+        return ["waiting: by the run's own figures nothing would be gained by not waiting for the longest responses"]
     expected = f"would make an iteration {median(tail):.2f} times as fast (median of the last {len(tail)})"
     said = f"waiting: by the run's own figures rollout.tail={{extra: 0.25}} {expected}"
     said = f"{said}, rollout.carry={{extra: 0.25, staleness: 2}} {median(carry):.2f} times"
     if not apart:
         return [said]
-    stream, ahead = (median(gains(history, gain)) for gain in (stream_gain, ahead_gain))
     return [f"{said}, rollout.stream={{}} {stream:.2f} times, rollout.stream={{staleness: 1}} {ahead:.2f} times"]
 
 

@@ -63,7 +63,7 @@ def load_prompts(training: Training, model_folder: str) -> dict[str, int]:
     counts: dict[str, int] = {}
     for split in ("train", "heldout"):
         counts |= read_split(training, split)
-    for text in takes_each(config, session.prompts["train"].frame):
+    for text in takes_each(config, len(session.prompts["train"].frame)):
         get_run_logger().warning("%s", text)
     open_rewards(training, "train")
     return counts

@@ -115,8 +115,12 @@ def test_prompts_are_described(model: Path) -> None:
     assert describe_prompts(config(model, 4, rows, prompts=5)) == [
         "train: 2 prompts, up to 6 tokens, 1 of them longer than data.max_prompt_tokens (4), which are dropped",
         "heldout: 2 prompts, up to 6 tokens, 1 of them longer than data.max_prompt_tokens (4), which are dropped",
-        "rollout.prompts is 5: an iteration takes each of the 2 prompts 2.5 times",
+        "rollout.prompts is 5: an iteration takes the one prompt 5 times",
     ]
+    (*_, often) = describe_prompts(config(model, 9, rows, prompts=5))
+    assert often == "rollout.prompts is 5: an iteration takes each of the 2 prompts 2.5 times"
+    (alone, *_) = describe_prompts(config(model, 9, rows[:1], prompts=1))
+    assert alone == "train: 1 prompt, up to 4 tokens, none too long"
     messages = [[{"role": "user", "content": text}] for text in rows]
     for texts, chat in ((rows, True), (messages, False)):
         (train, _) = describe_prompts(config(model, 9, texts, chat=chat))

@@ -193,6 +193,8 @@ def test_what_a_run_would_gain_if_nobody_waited() -> None:
     assert "rollout.tail={extra: 0.25} would make an iteration 1.67 times as fast" in said
     assert "rollout.carry={extra: 0.25, staleness: 2} 1.79 times" in said
     assert "stream" not in said
+    (said,) = describe_waiting([row | {"rollout/prompt_s_max": 1.0, "rollout/prompt_s_p80": 0.9}] * 5)
+    assert said.endswith("nothing would be gained by not waiting for the longest responses")
     (said,) = describe_waiting([row] * 5, apart=True)
     assert said.endswith("rollout.stream={} 1.32 times, rollout.stream={staleness: 1} 1.52 times")
     for taken in ("portion_wait_s", "batch_wait_s"):

@@ -141,6 +141,7 @@ def test_a_right_recipe_starts(penstock: Callable[..., str]) -> None:
         (["recipe.yaml", "model.tiny.heads=6"], "heads of 16 numbers; on a CPU, vLLM computes 32", "model.tiny.heads"),
         (["recipe.yaml", "model.tiny.heads=6", "--dry-run"], "heads of 16 numbers", "change model.tiny.hidden_size"),
         (["recipe.yaml", "model={path: absent, tiny: null}"], "there is no folder absent", "set model.path"),
+        (["recipe.yaml", "model={path: recipe.yaml, tiny: null}"], "recipe.yaml is a file", "set model.path"),
         (["recipe.yaml", "model={path: bare, tiny: null}"], "has no *.safetensors weights", "save_pretrained()"),
         (
             ["recipe.yaml", "reward.function=penstock.rewards.builtin:exact_mach"],

@@ -24,9 +24,8 @@ def check_model_folder(
         UserError: it does not exist, a file is missing or damaged, or see `penstock.engines.families.architecture`.
     """
     if not folder.is_dir():
-        raise UserError(
-            f"{key}: there is no folder {folder}", f"set {key} to a Hugging Face model folder on this machine"
-        )
+        missing = f"{folder} is a file" if folder.is_file() else f"there is no folder {folder}"
+        raise UserError(f"{key}: {missing}", f"set {key} to a Hugging Face model folder on this machine")
     if not (folder / "config.json").is_file():
         raise UserError(f"{key}: {folder} has no config.json", "name the folder that holds config.json itself")
     if not any(folder.glob("*.safetensors")):

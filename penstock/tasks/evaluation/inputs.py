@@ -187,7 +187,8 @@ def subject_of(path: Path) -> Subject:
     if path.parent.name == "checkpoints" and (path.parents[1] / "config.yaml").is_file():
         return _checkpoint(RunFolder(path.parents[1]), path.name)
     if not path.is_dir():
-        raise UserError(f"there is no folder {path}", "name a Hugging Face folder, a run, or a checkpoint of one")
+        missing = f"{path} is a file" if path.is_file() else f"there is no folder {path}"
+        raise UserError(missing, "name a Hugging Face folder, a run, or a checkpoint of one")
     if not (path / "config.yaml").is_file():
         raise UserError(
             f"{path} is neither a model, a run nor a checkpoint",

@@ -98,6 +98,7 @@ def test_a_right_command_starts(penstock: Callable[..., None]) -> None:
     ("arguments", "problem", "remedy"),
     [
         (["modle", "recipe.yaml"], "there is no folder", "name a Hugging Face folder, a run"),
+        (["heldout.jsonl", "recipe.yaml"], "heldout.jsonl is a file", "name a Hugging Face folder, a run"),
         (["."], "is neither a model, a run nor a checkpoint", "config.json"),
         (["model"], "no recipe given", "a run has its own"),
         (["recipe.yaml"], "no model given", "name a Hugging Face folder"),
