@@ -77,6 +77,22 @@ MEETINGS: dict[int, asyncio.Barrier] = {}
 CANCELLED: list[str] = []
 
 
+class Talks:
+    """Answers two turns with the number of each and ends with the third, whatever is said; a digit ends a turn."""
+
+    stop = [*"0123456789"]
+
+    def __init__(self) -> None:
+        self.turns, self.seed = 0, 0
+
+    def reset(self, row: dict[str, Any], seed: int) -> None:
+        self.turns, self.seed = 0, seed
+
+    def step(self, text: str) -> Step:
+        self.turns += 1
+        return Step(done=True, reward=0.0) if self.turns == 3 else Step(f"<{self.seed % 97}+{self.turns}>")
+
+
 class Waits:
     """Its calls wait for other calls of the same worker; says how many turns it has had, and what it found."""
 

@@ -16,23 +16,18 @@ def check_states(config: TrainConfig) -> None:
     Raises:
         UserError: names it.
     """
-    critic = None if config.critic is None else config.critic.path
-    for key, path in (("critic.path", critic), ("reward.model", config.reward.model)):
-        if path is not None and _carries_states(Path(path)):
-            raise UserError(
-                f"{key}: the model in {path} has layers that carry a state from token to token, and scores of such a "
-                "model are not compared yet",
-                "use another model",
-            )
+    if config.reward.model is not None and _carries_states(Path(config.reward.model)):
+        raise UserError(
+            f"reward.model: the model in {config.reward.model} has layers that carry a state from token to token, and "
+            "scores of such a model are not compared yet",
+            "use another model",
+        )
     folder = Path(str(config.model.path))
     if not _carries_states(folder):
         return
     trained = [one for one in (config.actor, config.critic, config.sft) if one is not None] if config.trains else []
     given = {
-        "environment": config.environment is not None,
-        "groups": bool(config.groups),
-        "a critic": config.trains and config.critic is not None,
-        **{f"rollout.{name}": getattr(config.rollout, name) is not None for name in ("tail", "carry", "stream")},
+        "keep_kv_cache": config.rollout.keeps_kv_cache,
         "rollout.tensor_parallel above 1": config.rollout.tensor_parallel > 1,
         "sequence_parallel": any(getattr(one, "sequence_parallel", 1) > 1 for one in trained),
         "expert_parallel": any(getattr(one, "expert_parallel", 1) > 1 for one in trained),

@@ -22,9 +22,9 @@ from penstock.engines.batches.shares import RankSet
 from penstock.engines.families.table import family_of
 from penstock.engines.kernels import mixers
 from penstock.engines.models.loading import load_causal_lm
-from penstock.engines.models.models import PackedPolicy, compile_blocks
+from penstock.engines.models.models import PackedCritic, PackedPolicy, compile_blocks
 from tests.engines.rows import random_rows
-from tests.engines.unpacked import load_unpacked, row_logprobs
+from tests.engines.unpacked import load_unpacked, row_logprobs, row_values
 
 CPU = torch.device("cpu")
 WITH_STATES = [name for name, (model_type, _) in FAMILIES.items() if family_of(model_type).mixers]
@@ -76,6 +76,20 @@ def test_packed_rows_and_their_gradients_are_those_of_each_row_alone(folder: Pat
     with torch.no_grad():
         as_one_T = torch.cat([policy(batch, 1.0)[0] for batch in batches])
     assert (as_one_T - expected_T).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_values_of_a_critic_are_those_of_each_row_alone(folder: Path) -> None:
+    """Its head is drawn: it starts at zero. Control: with the library's own classes, as one run, they are others."""
+    rows, critic = random_rows(4, samples=2), PackedCritic(load_causal_lm(folder, torch.float32, False)).eval()
+    torch.nn.init.normal_(critic.head.weight, std=0.1)
+    batch, lm = pack(rows, [0, 1, 2, 3], CPU), load_unpacked(folder)
+    expected_T = torch.cat([row_values(lm, critic.head, rows, row) for row in range(len(rows))])
+    torch.testing.assert_close(critic(batch), expected_T, rtol=1e-5, atol=1e-5)
+    for module in list(critic.modules()):
+        if type(module).__module__ == mixers.__name__:
+            module.__class__ = type(module).__base__
+    assert (critic(batch) - expected_T).abs().max() > 1e-2
 
 
 @torch.no_grad()
