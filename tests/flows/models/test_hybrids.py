@@ -18,7 +18,7 @@ from penstock.state.run_folder import RunFolder, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.exhaustive]
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ITERATIONS, EXPLAINED = 4, 1e-4
 SMALL = (
     f"iterations={ITERATIONS}",
