@@ -37,7 +37,7 @@ RECIPES = {
     "a critic": ("algorithm={name: ppo, mini_batches: 2}",),
     "tail": ("rollout.tail={extra: 0.5}",),
     "carry": ("rollout.carry={extra: 0.5, staleness: 2}",),
-    "portions": ("rollout.stream={portions: 4}",),
+    "portions": ("algorithm.mini_batches=1", "algorithm.epochs=1", "rollout.stream={portions: 4}"),
     "ahead": (APART, "rollout.stream={staleness: 2, extra: 0.5}"),
 }
 OF_OTHER_POLICIES = {"carry", "ahead"}
