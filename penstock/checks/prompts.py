@@ -81,7 +81,8 @@ def describe_prompts(config: TrainConfig) -> list[str]:
     frames = read_prompts(config)
     lengths = {split: prompt_lengths(config, frame.head(LOOKED_AT)) for split, frame in frames.items()}
     described = [_described(config, split, frame, lengths[split]) for split, frame in frames.items()]
-    return described + takes_each(config, len(frames["train"]) - _dropped(config, lengths["train"]))
+    dropped = _too_long(config, lengths["train"]) if config.data.too_long == "drop" else 0
+    return described + takes_each(config, len(frames["train"]) - dropped)
 
 
 def takes_each(config: TrainConfig, rows: int) -> list[str]:
@@ -111,11 +112,9 @@ def prompt_lengths(config: TrainConfig, frame: pd.DataFrame) -> np.ndarray | Non
     return np.array([counter(text, special) for text in texts], np.int64)
 
 
-def _dropped(config: TrainConfig, lengths_B: np.ndarray | None) -> int:
-    """Return how many of the prompts that were looked at are dropped, as far as their lengths are known."""
-    if lengths_B is None or config.data.too_long != "drop":
-        return 0
-    return int((lengths_B > config.data.max_prompt_tokens).sum())
+def _too_long(config: TrainConfig, lengths_B: np.ndarray | None) -> int:
+    """Return how many of the prompts that were looked at are too long, as far as their lengths are known."""
+    return 0 if lengths_B is None else int((lengths_B > config.data.max_prompt_tokens).sum())
 
 
 def _described(config: TrainConfig, split: str, frame: pd.DataFrame, lengths_B: np.ndarray | None) -> str:
@@ -125,7 +124,7 @@ def _described(config: TrainConfig, split: str, frame: pd.DataFrame, lengths_B: 
         return f"{split}: {prompts}"
     some = f"; of the first {LOOKED_AT}:" if len(frame) > LOOKED_AT else ","
     least = ", without the chat template" if is_templated(frame, config.data) else ""
-    long = int((lengths_B > limit).sum())
+    long = _too_long(config, lengths_B)
     done = "dropped" if config.data.too_long == "drop" else "cut"
     dropped = f"{long} of them longer than data.max_prompt_tokens ({limit}), which are {done}"
     longest = f"up to {lengths_B.max()} tokens{least}"
