@@ -16,7 +16,6 @@ import psutil
 from penstock.base.errors import UserError
 from penstock.base.files import check_possible
 from penstock.base.nameless_files import NAME_ANOTHER, check_on_disk
-from penstock.checks.model.attention import takes_float32
 from penstock.checks.model.parallel import check_expert_parallel, check_heads, check_tensor_parallel
 from penstock.checks.model.shape import shape_of
 from penstock.configs.schema import TrainConfig
@@ -66,7 +65,6 @@ class NoRoom(UserError):
 
 
 NOWHERE = Elsewhere()
-NO_FLOAT32 = "float32 weights on a GPU need FlexAttention, which is refused there so far"
 SPARED = 0.9  # share of a host's free memory that snapshots and all else may fill: pages of files need some
 
 
@@ -159,9 +157,7 @@ def check_zero_stage(
             continue
         whole = trainer.optimizer.whole is not None
         ways = [] if whole else [f"{section}.zero_stage=1, which on a single rank is the same"]
-        ways += ["model.dtype=float32"] if takes_float32(device) else []
-        if not ways:
-            ways = [f"{section}.zero_stage=1 and {section}.optimizer.name=adamw or sgd: {NO_FLOAT32}"]
+        ways += ["model.dtype=float32"]
         raise UserError(
             f"{section}.zero_stage=0 is for float32 weights, and those of group '{estimate.group}' are bfloat16",
             f"set {', or '.join(ways)}",

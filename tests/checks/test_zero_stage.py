@@ -8,9 +8,7 @@ import pytest
 
 from penstock.base.errors import UserError
 from penstock.checks import memory
-from penstock.checks.model import attention
 from penstock.configs.schema import TrainConfig
-from penstock.engines.families.attention import FLOAT32
 from penstock.engines.sizing.memory import GIB
 
 
@@ -59,21 +57,6 @@ def test_for_an_optimizer_of_matrices_the_next_stage_is_no_way_out() -> None:
     sections = {"zero_stage": 0, "optimizer": {"name": "muon"}}
     with pytest.raises(UserError, match=r"actor\.zero_stage=0 is for float32.*\n\s*set model\.dtype=float32$"):
         memory.check_memory(_config("bfloat16", actor=sections))
-
-
-@pytest.mark.parametrize("compared", [False, True])
-def test_float32_is_no_way_out_where_it_is_refused(compared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU until FlexAttention is compared there, which is the control."""
-    monkeypatch.setattr(memory, "visible_gpus", lambda: [0])
-    monkeypatch.setattr(memory, "free_gpu_bytes", lambda gpu: 64 * GIB)
-    monkeypatch.setattr(memory, "has_gated_mlp", lambda gpu: False)
-    monkeypatch.setattr(attention, "FLEX_COMPARED", {FLOAT32} if compared else set())
-    for optimizer in ("adamw", "muon"):
-        with pytest.raises(UserError, match=r"actor\.zero_stage=0 is for float32") as refused:
-            memory.check_memory(_config("auto", actor={"zero_stage": 0, "optimizer": {"name": optimizer}}))
-        assert ("model.dtype=float32" in refused.value.remedy) == compared
-        assert compared or "actor.zero_stage=1" in refused.value.remedy
-    assert ("optimizer.name=adamw" in refused.value.remedy) != compared
 
 
 @pytest.mark.parametrize("host_gib", [1, 64])

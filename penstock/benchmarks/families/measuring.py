@@ -10,8 +10,7 @@ mean difference of log-probs:
 - `exported`: vLLM's with those that the library has of the folder that was written;
 - `stale`: the control, vLLM's before the update with the actor's after it.
 
-A model that sees images has one in each prompt. Sinks and latent attention are measured on GPUs as well, where
-trainings with them are refused so far.
+A model that sees images has one in each prompt.
 
 Anyone can run it on a folder of a model of their own, small enough for one device. Left out: speed, and how well a
 model learns.
@@ -164,7 +163,7 @@ def measure_folder(folder: Path, work: Path) -> dict[str, Any]:
     by = "vLLM" if has_own_class(settings) else "Transformers in vLLM"
     described = {"model_type": settings["model_type"], "served_by": by}
     try:
-        check_model_folder(folder, "it", compares=True)
+        check_model_folder(folder, "it")
         check_served(settings, weight_shapes(folder), "it")
         with _ranks(work) as group:
             figures = _Model(group, folder, work).measured()

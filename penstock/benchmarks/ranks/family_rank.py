@@ -32,14 +32,7 @@ CPU = torch.device("cpu")
 
 
 class FamilyRank(Worker):
-    """A rank that also carries out the benchmark's own commands, which this file registers.
-
-    On GPUs it also computes what nobody has compared there yet.
-    """
-
-    def __init__(self, rank: int, world_size: int, gpu: int | None) -> None:
-        super().__init__(rank, world_size, gpu)
-        self.models.compares = True
+    """A rank that also carries out the benchmark's own commands, which this file registers."""
 
 
 @carries_out(LibraryLogprobs)

@@ -10,11 +10,9 @@ from penstock.configs.schema import TrainConfig
 from penstock.engines.families.attention import (
     FLASH_HEAD,
     FLASH_MULTIPLE,
-    FLEX_COMPARED,
     FLEX_HEAD,
     FLOAT32,
     INSTEAD_OF_4,
-    NOBODY,
     needs_flex,
     no_flash_kernel,
     of_other_device,
@@ -35,10 +33,6 @@ def check_attention(config: TrainConfig) -> None:
     if any(group.hosts for group in config.groups.values()):
         return
     why = flex_alone(config) if gpus else ""
-    if why not in FLEX_COMPARED:
-        if why == FLOAT32:
-            raise UserError(f"model.dtype=float32 needs FlexAttention on a GPU: {NOBODY} with it", "leave it out")
-        why = ""  # of models that do something else the checks of their folders say so
     if kernel == "auto" and not why:
         return
     if (kernel == "sdpa") == bool(gpus):
@@ -92,11 +86,6 @@ def flex_alone(config: TrainConfig) -> str:
     folders = [Path(path) for path in (config.model.path, critic, config.reward.model) if path is not None]
     settings = (read_settings(folder) for folder in folders if (folder / "config.json").is_file())
     return next(filter(None, map(needs_flex, settings)), "")
-
-
-def takes_float32(device: str) -> bool:
-    """Whether what is trained on a device may have float32 weights: on a GPU it needs FlexAttention then."""
-    return device == "cpu" or FLOAT32 in FLEX_COMPARED
 
 
 def check_head_size(config: TrainConfig) -> None:

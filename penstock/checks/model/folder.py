@@ -6,19 +6,18 @@ from pathlib import Path
 
 from penstock.base.errors import UserError
 from penstock.base.model_code import Code
-from penstock.checks.model.kernels import check_kernel
+from penstock.checks.model.kernels import check_scan
 from penstock.checks.model.own_code import check_own_class, check_own_code
 from penstock.engines.families.architecture import check_architecture, classifies
 from penstock.engines.families.shape import read_settings, read_shape, weight_shapes
+from penstock.engines.families.table import family_of
+from penstock.engines.groups.machine import visible_gpus
 
 
-def check_model_folder(
-    folder: Path, key: str, scores: bool = False, code: Code | None = None, compares: bool = False
-) -> None:
+def check_model_folder(folder: Path, key: str, scores: bool = False, code: Code | None = None) -> None:
     """Check that `folder` looks like a Hugging Face model folder, of a model that packed training runs rightly.
 
     `scores`: it is, or becomes, a reward model, which has no language head. `code`: of models, that is trusted.
-    `compares`: trainer and vLLM are about to be compared, so it may be what nobody has compared on GPUs yet.
 
     Raises:
         UserError: it does not exist, a file is missing or damaged, or see `penstock.engines.families.architecture`.
@@ -48,7 +47,8 @@ def check_model_folder(
     check_own_class(folder, key, scores)
     settings = read_settings(folder)
     check_architecture(settings, weight_shapes(folder), f"{key}: {folder}", head=not scores)
-    check_kernel(folder, key, settings, compares)
+    if visible_gpus():
+        check_scan(f"{key}: {folder}", family_of(settings.get("model_type", "")))
 
 
 def check_one_label(folder: Path, key: str) -> None:

@@ -1,40 +1,15 @@
-"""Checks that a GPU of this machine may compute a model's layers, and that the library does so with little memory."""
+"""Checks that the Transformers library computes a model's layers on a GPU with little memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any
 
 from packaging.version import Version
 
 from penstock.base.errors import UserError
-from penstock.engines.families.architecture import unpackable
-from penstock.engines.families.attention import FLEX_COMPARED, NOT_COMPARED, needs_flex
-from penstock.engines.families.table import MAMBA, Family, family_of
-from penstock.engines.groups.machine import visible_gpus
+from penstock.engines.families.table import MAMBA, Family
 
 SCAN_BY_PRODUCTS = Version("5.18")  # of the Transformers library
-
-
-def check_kernel(folder: Path, key: str, settings: Mapping[str, Any], compares: bool = False) -> None:
-    """Check that a GPU of this machine, if there is one, may compute the model's layers.
-
-    What needs FlexAttention may not until that is compared there.
-
-    Args:
-        compares: trainer and vLLM are about to be compared, so it may.
-
-    Raises:
-        UserError: it may not, or the library would need too much memory for it.
-    """
-    if not visible_gpus():
-        return
-    family, where = family_of(settings.get("model_type", "")), f"{key}: {folder}"
-    if (why := family.flex_alone or needs_flex(settings)) not in FLEX_COMPARED and not compares:
-        raise unpackable(where, f"{why}, {NOT_COMPARED}")
-    check_scan(where, family)
 
 
 def check_scan(where: str, family: Family) -> None:

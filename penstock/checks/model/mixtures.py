@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.base.errors import UserError
-from penstock.checks.model.attention import takes_float32
 from penstock.configs.schema import TrainConfig
-from penstock.engines.families.attention import FLEX_COMPARED, FLOAT32
 from penstock.engines.families.routing import REPLAYED
 from penstock.engines.families.shape import read_settings
 from penstock.engines.families.table import family_of
@@ -74,18 +72,17 @@ def check_corrections(config: TrainConfig, settings: Mapping[str, Any]) -> None:
     sent to another group have one dtype: there they would be rounded, and other experts would be chosen.
 
     Raises:
-        UserError: they do not, or it is not known.
+        UserError: they do not.
     """
     width = weight_width(config, "cuda" if visible_gpus() else "cpu")
     if not family_of(settings.get("model_type", "")).corrected or width == 4:
         return
-    what = f"model.path: routers of {settings['model_type']} correct their choice of experts in float32"
-    remedy = "set model.dtype=float32, or use another mixture (docs/models.md)"
-    if visible_gpus():
-        remedy = remedy if FLOAT32 in FLEX_COMPARED else "use another mixture (docs/models.md)"
-        raise UserError(f"{what}, which beside bfloat16 weights nobody has compared on GPUs", remedy)
     if reshard_strategy(config) != "shared":
-        raise UserError(f"{what}, and beside bfloat16 weights they would be rounded on their way to vLLM", remedy)
+        raise UserError(
+            f"model.path: routers of {settings['model_type']} correct their choice of experts in float32, and beside "
+            "bfloat16 weights they would be rounded on their way to vLLM",
+            "set model.dtype=float32, or use another mixture (docs/models.md)",
+        )
 
 
 def check_exact_shards(config: TrainConfig) -> None:
@@ -105,5 +102,5 @@ def check_exact_shards(config: TrainConfig) -> None:
             raise UserError(
                 f"zero_stage 3: routers of the model in {path} correct their choice of experts in float32, and beside "
                 "bfloat16 weights its shards would round that",
-                f"set another zero_stage{', or model.dtype=float32' if takes_float32(device) else ''}",
+                "set another zero_stage, or model.dtype=float32",
             )

@@ -14,11 +14,7 @@ FLEX_HEAD = 16  # the smallest head that FlexAttention computes on a GPU
 INSTEAD_OF_4 = "use model.attention=flash_attention_2, or leave it out: auto takes the fastest that there is"
 
 INSTEAD_OF_FLASH = "use model.attention=flex, or leave it out"
-NOBODY = "on GPUs nobody has compared trainer and vLLM"
-NOT_COMPARED = f"which is computed on CPUs alone so far: {NOBODY}"
 FLOAT32 = "computes in float32"
-# In what trainer and vLLM were seen to agree on GPUs; all else that needs FlexAttention there is refused.
-FLEX_COMPARED = frozenset({"", CAPS})
 
 
 def needs_flex(settings: Mapping[str, Any]) -> str:

@@ -11,12 +11,9 @@ from torch.nn.attention import varlen
 from penstock.base.errors import UserError
 from penstock.configs.sections.model import AttentionKernel
 from penstock.engines.commands.build import Kernels
-from penstock.engines.families.architecture import unpackable
 from penstock.engines.families.attention import (
-    FLEX_COMPARED,
     FLOAT32,
     INSTEAD_OF_4,
-    NOT_COMPARED,
     no_flash_kernel,
     of_other_device,
 )
@@ -29,15 +26,11 @@ if TYPE_CHECKING:
 
 
 _chosen: list[AttentionKernel] = ["auto"]  # of this process: all models of a rank are on one device
-_compares: list[bool] = [False]
 VARLEN_PARAMETERS = frozenset(inspect.signature(varlen.varlen_attn).parameters)  # they grew from version to version
 
 
-def choose_attention(kernel: AttentionKernel, device_type: str, compares: bool = False) -> None:
+def choose_attention(kernel: AttentionKernel, device_type: str) -> None:
     """Let all models of this process have a kernel.
-
-    Args:
-        compares: it is a benchmark's, which compares trainer and vLLM, in what nobody has on a GPU as well.
 
     Raises:
         UserError: it is not one for this rank's device, or cannot be imported.
@@ -47,7 +40,7 @@ def choose_attention(kernel: AttentionKernel, device_type: str, compares: bool =
     if kernel == "flash_attention_4" and not flash_attention.usable():
         why = flash_attention.obstacle() if flash_attention.on_hopper() else "this rank's GPU is no Hopper GPU"
         raise UserError(f"model.attention={kernel}: {why}", INSTEAD_OF_4)
-    _chosen[:], _compares[:] = [kernel], [compares]
+    _chosen[:] = [kernel]
 
 
 # A constant for the compiler, as `flash_attention.usable`: it is chosen before a block is compiled.
@@ -73,7 +66,7 @@ def causal_varlen_attention(
 
     Raises:
         UserError: the model has a sliding window, and this PyTorch's kernel has none; or it needs FlexAttention, and
-            another kernel was chosen, or nobody has compared it yet.
+            another kernel was chosen.
     """
     why = _flex_alone(query_N, value_K, softcap, sinks)
     if why or chosen() == "flex":
@@ -129,8 +122,6 @@ def _flex_alone(query_N: torch.Tensor, value_K: torch.Tensor, softcap: float | N
 # The compiler leaves it as it is: what it calls is compiled by itself, once for all layers.
 @torch.compiler.disable
 def _by_flex(why: str, *arguments: Any) -> torch.Tensor:
-    if why not in FLEX_COMPARED and not _compares[0]:
-        raise unpackable("the model", f"{why}, {NOT_COMPARED}")
     if why and chosen().startswith("flash"):
         raise UserError(*no_flash_kernel(chosen(), why))
     return packed_flex_attention(*arguments)

@@ -28,6 +28,7 @@ from penstock.engines.families.fp8 import refuse_device
 from penstock.engines.families.shape import ModelShape, read_settings
 from penstock.engines.kernels.attention_kernel import choose_attention
 from penstock.engines.kernels.flash_attention import on_hopper
+from penstock.engines.kernels.float32 import multiply_exactly
 from penstock.engines.kernels.fp8_blocks import Fp8Blocks
 from penstock.engines.kernels.lm_head import Head
 from penstock.engines.kernels.sequence_parallel import ranks_together
@@ -71,7 +72,6 @@ class RankModels:
     Attributes:
         rank: this rank's number in the group.
         world_size: ranks in the group.
-        compares: it is a benchmark's, which shows whether GPUs could have what is refused there so far.
         trainers: the models that are trained, by name: a role, "critic/AGENT", "sft" or "preference".
         frozen: the others, by role.
         lm: the model inside the actor's trainer; in a rollout group of its own its shapes alone.
@@ -94,7 +94,6 @@ class RankModels:
     rank: int
     world_size: int
     device: torch.device
-    compares: bool = False
     config: TrainConfig = field(default_factory=TrainConfig)
     shapes: dict[CountedModel, ModelShape] = field(default_factory=dict)
     trainers: dict[str, Trainer] = field(default_factory=dict)
@@ -124,10 +123,12 @@ class RankModels:
         Raises:
             UserError: this rank cannot have the kernel of attention that it names, or compute in FP8.
         """
-        choose_attention(config.model.attention, self.device.type, self.compares)
+        choose_attention(config.model.attention, self.device.type)
         if config.in_fp8 and self.device.type == "cuda" and not on_hopper():
             refuse_device(config, torch.cuda.get_device_name())
         self.config = config
+        if self.device.type == "cuda" and self.dtype == torch.float32:
+            multiply_exactly()
 
     def see(self, images: str | None, folder: str) -> None:
         """Open the images that rows name, if there are any; `folder` is that of the model."""

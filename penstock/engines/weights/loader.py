@@ -23,6 +23,8 @@ from penstock.engines.weights.layout import fused_view
 from penstock.engines.weights.mixers import compute_from_weights
 from penstock.engines.weights.slices import Counterpart, Shapes, counterparts
 
+DRAWN: tuple[Any, ...] = (nn.Embedding, nn.Linear)  # PyTorch's layers that fill their parameters when they are made
+
 
 @dataclass(frozen=True)
 class Binding:
@@ -109,10 +111,10 @@ def _shared_view(counterpart: Counterpart, storage: Mapping[str, torch.Tensor]) 
 def without_storage() -> Iterator[None]:
     """Within this context new parameters take no memory: one element, expanded to the parameter's shape.
 
-    Shape, dtype and the attributes that vLLM sets survive; `bind` gives the storage. PyTorch's own embeddings, which
-    encoders of images have, are not drawn at random.
+    Shape, dtype and the attributes that vLLM sets survive; `bind` gives the storage. PyTorch's own layers, of which
+    vLLM makes routers and encoders of images, are not drawn at random.
     """
-    register, draw = nn.Module.register_parameter, nn.Embedding.reset_parameters
+    register, draws = nn.Module.register_parameter, [(kind, kind.reset_parameters) for kind in DRAWN]
 
     def stub(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and parameter.numel() > 1:
@@ -120,12 +122,14 @@ def without_storage() -> Iterator[None]:
         register(module, name, parameter)
 
     nn.Module.register_parameter = stub  # type: ignore[assignment]
-    nn.Embedding.reset_parameters = lambda self: None  # type: ignore[method-assign]
+    for kind in DRAWN:
+        kind.reset_parameters = lambda self: None
     try:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-        nn.Embedding.reset_parameters = draw  # type: ignore[method-assign]
+        for kind, draw in draws:
+            kind.reset_parameters = draw
 
 
 def register_loader(

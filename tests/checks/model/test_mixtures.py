@@ -10,11 +10,10 @@ from pydantic import ValidationError
 
 from penstock.base.errors import UserError
 from penstock.benchmarks.workload.families import write_family
-from penstock.checks.model import attention, mixtures
+from penstock.checks.model import mixtures
 from penstock.checks.model.mixtures import check_corrections, check_exact_shards, check_router_loss, check_routing
 from penstock.configs.evaluation import evaluation_config
 from penstock.configs.schema import TrainConfig
-from penstock.engines.families.attention import FLOAT32
 from penstock.engines.families.shape import read_settings
 
 
@@ -44,35 +43,29 @@ def test_the_loss_that_has_experts_used_evenly_needs_a_mixture_whose_logits_tell
 def test_corrections_are_refused_where_bfloat16_would_round_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In shards, and on their way to another group; on GPUs nobody looked. Controls: float32, and no corrections."""
-    monkeypatch.setattr(mixtures, "visible_gpus", lambda: [])
+    """In shards, and on their way to another group, on GPUs as well. Controls: float32, and no corrections."""
     plain, corrected = (write_family(name, tmp_path / name) for name in ("Qwen 3 MoE", "GLM-4.5"))
 
     def check(folder: Path, dtype: str, **sections: Any) -> None:
         config = TrainConfig.model_validate({"model": {"path": str(folder), "dtype": dtype}, **sections})
         check_corrections(config, read_settings(folder))
 
-    check(corrected, "bfloat16")
     apart = {"groups": {"one": {"roles": ["actor"]}, "two": {"roles": ["rollout"]}}}
-    for sections in ({"actor": {"zero_stage": 3}}, apart):
-        check(corrected, "float32", **sections)
-        check(plain, "bfloat16", **sections)
-        with pytest.raises(UserError, match="routers of glm4_moe .* would be rounded on their way to vLLM"):
-            check(corrected, "bfloat16", **sections)
-    monkeypatch.setattr(mixtures, "visible_gpus", lambda: [0])
-    check(plain, "bfloat16")
-    with pytest.raises(UserError, match="routers of glm4_moe .* nobody has compared on GPUs"):
+    for gpus in ([], [0]):
+        monkeypatch.setattr(mixtures, "visible_gpus", lambda gpus=gpus: gpus)
         check(corrected, "bfloat16")
+        for sections in ({"actor": {"zero_stage": 3}}, apart):
+            check(corrected, "float32", **sections)
+            check(plain, "bfloat16", **sections)
+            with pytest.raises(UserError, match="routers of glm4_moe .* would be rounded on their way to vLLM"):
+                check(corrected, "bfloat16", **sections)
 
 
 @pytest.mark.parametrize("section", ["actor", "sft"])
 def test_shards_that_round_corrections_are_refused(
     section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of whatever is trained. Controls: stage 2, float32, no corrections, and an evaluation, which trains nothing.
-
-    On a GPU float32 is no way out until FlexAttention is compared there.
-    """
+    """Of whatever is trained. Controls: stage 2, float32, no corrections, and an evaluation, which trains nothing."""
     monkeypatch.setattr(mixtures, "visible_gpus", lambda: [])
     plain, corrected = (write_family(name, tmp_path / name) for name in ("Qwen 3 MoE", "GLM-4.5"))
 
@@ -86,12 +79,6 @@ def test_shards_that_round_corrections_are_refused(
     with pytest.raises(UserError, match="zero_stage 3: routers of the model .* correct their choice") as refused:
         check_exact_shards(of(corrected, "bfloat16", 3))
     assert "float32" in refused.value.remedy
-    monkeypatch.setattr(mixtures, "visible_gpus", lambda: [0])
-    for compared in ({FLOAT32}, set()):
-        monkeypatch.setattr(attention, "FLEX_COMPARED", compared)
-        with pytest.raises(UserError, match="zero_stage 3: routers") as refused:
-            check_exact_shards(of(corrected, "bfloat16", 3))
-        assert ("float32" in refused.value.remedy) == bool(compared)
 
 
 def test_replay_needs_a_mixture(tmp_path: Path) -> None:

@@ -108,9 +108,9 @@ def test_an_older_library_is_refused_where_there_is_a_gpu(
     """Controls: a CPU, and a model with a state of another kind."""
     mamba = write_family("Falcon-H1", tmp_path / "model")
     monkeypatch.setattr(kernels, "version", lambda _: "5.17.0")
-    monkeypatch.setattr(kernels, "visible_gpus", list)
+    monkeypatch.setattr("penstock.checks.model.folder.visible_gpus", list)
     check_model_folder(mamba, "model.path")
-    monkeypatch.setattr(kernels, "visible_gpus", lambda: ["0"])
+    monkeypatch.setattr("penstock.checks.model.folder.visible_gpus", lambda: ["0"])
     check_model_folder(folders[0], "model.path")
     with pytest.raises(UserError, match=r"transformers 5\.17\.0 needs"):
         check_model_folder(mamba, "model.path")

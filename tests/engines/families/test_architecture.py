@@ -245,8 +245,11 @@ def test_positions_by_length_are_refused_however_the_file_says_it(entry: dict[st
 
 
 def test_the_attention_itself_refuses_what_it_would_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a model is called: nothing that changes the scores is passed over in silence."""
-    monkeypatch.setattr(attention_kernel, "_compares", [False])
+    """Whatever a model is called: nothing that changes the scores is passed over in silence.
+
+    Control: rows side by side, which have both.
+    """
+    monkeypatch.setattr(attention_kernel, "_chosen", ["flash_attention_2"])
     batch = pack(random_rows(3), [0, 1, 2], torch.device("cpu"))
     heads = torch.ones(1, 4, len(batch.tokens_N), 8)
     packed_attention(torch.nn.Identity(), heads, heads, heads, None, packing=batch.layout, s_aux=None, softcap=None)
@@ -256,7 +259,7 @@ def test_the_attention_itself_refuses_what_it_would_leave_out(monkeypatch: pytes
         ("values of another size", heads[..., :6], {}),
     ):
         packed_attention(torch.nn.Identity(), heads, heads, value, None, packing=batch.layout, **others)
-        with pytest.raises(UserError, match=f"{message}.*nobody has compared"):
+        with pytest.raises(UserError, match=f"{message}.*no kernel"):
             packed_attention(torch.nn.Identity(), heads, heads, value, None, packing=on_a_gpu, **others)
 
 
@@ -279,20 +282,6 @@ def test_sinks_have_the_gradient_of_a_softmax_with_one_score_more(tmp_path: Path
         policy.lm.get_parameter("model.layers.0.self_attn.sinks").add_(1.0)
     moved = gradients(policy.lm, policy(pack(rows, [0, 1, 2, 3, 4], torch.device("cpu")), 1.0)[0])
     assert all((moved[name] - value).abs().max() > 1e-3 for name, value in ours.items())
-
-
-@pytest.mark.parametrize(("family", "what"), [("GptOssConfig", "attention sinks"), ("DeepseekV3Config", "latent")])
-def test_what_is_compared_on_a_cpu_alone_is_refused_where_there_is_a_gpu(
-    family: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before anything starts. Controls: without a GPU it is not, nor a family that is compared there, as Gemma 2."""
-    folder = write_model(tmp_path, family, GOOD[family])
-    check_model_folder(folder, "model.path")
-    monkeypatch.setattr("penstock.checks.model.kernels.visible_gpus", lambda: ["0"])
-    with pytest.raises(UserError, match=f"{what}.*nobody has compared"):
-        check_model_folder(folder, "model.path")
-    check_model_folder(folder, "model.path", compares=True)  # a benchmark that is about to
-    check_model_folder(write_model(tmp_path / "compared", "Gemma2Config", HEADS), "model.path")
 
 
 def test_quantised_weights_are_refused_by_their_kind(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
 from penstock.benchmarks.workload.families import write_family
 from penstock.checks.model import attention as checks
-from penstock.checks.model import kernels
 from penstock.checks.model.starting_model import check_model
 from penstock.configs.evaluation import EvaluationConfig, evaluation_config
 from penstock.configs.loading.load import config_from_mapping
@@ -29,7 +28,7 @@ from penstock.configs.schema import TrainConfig
 from penstock.configs.sections.model import AttentionKernel
 from penstock.engines.batches.packing import PackedBatch, Rows, pack
 from penstock.engines.commands.build import Kernels
-from penstock.engines.families.attention import FLOAT32, needs_flex
+from penstock.engines.families.attention import needs_flex
 from penstock.engines.groups.machine import HOPPER
 from penstock.engines.kernels import attention_kernel, flash_attention, flex_attention, gated_mlp
 from penstock.engines.kernels.attention import attention_by_rows, repeat_prefixes
@@ -85,7 +84,6 @@ def without_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(library, "_validate_device", lambda *_: None)
     traced = torch.compile(flex_attention.attend, dynamic=True, fullgraph=True, backend="aot_eager")
     monkeypatch.setattr(flex_attention, "_compiled", lambda: traced)
-    monkeypatch.setattr(attention_kernel, "_compares", [True])
     with torch._dynamo.config.patch(specialize_float=True):
         yield
     torch._dynamo.reset()
@@ -213,12 +211,8 @@ def test_what_needs_it_is_told_by_the_configuration() -> None:
 
 
 def test_a_rank_with_it_says_so_and_other_kernels_refuse_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not compared yet is refused itself, and by nobody recommended.
-
-    Controls: a model that does not need it has flash attention, unless it is named; a benchmark's rank has it.
-    """
+    """Nothing is left out in silence. Control: what does not need it has flash attention, unless it is named."""
     monkeypatch.setattr(attention_kernel, "_chosen", ["auto"])
-    monkeypatch.setattr(attention_kernel, "_compares", [False])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
     monkeypatch.setattr(flash_attention, "obstacle", lambda: "none here")
     monkeypatch.setattr(gated_mlp, "obstacle", lambda: None)
@@ -232,22 +226,19 @@ def test_a_rank_with_it_says_so_and_other_kernels_refuse_what_needs_it(monkeypat
     query_N, key_N, value_N, _ = _inputs(batch, value=32)
     key_K, value_K = (repeat_prefixes(tensor, batch.layout.shared) for tensor in (key_N, value_N))
     sinks = {"sinks": torch.zeros(query_N.shape[1])}
-    for kernel in KERNELS:
-        choose_attention(kernel, "cuda")
-        with pytest.raises(UserError, match="nobody has compared") as refused:
-            attention_kernel.causal_varlen_attention(query_N, key_K, value_K, batch.layout, None, **sinks)
-        assert "flex" not in refused.value.remedy
-    choose_attention("flash_attention_2", "cuda", compares=True)
-    with pytest.raises(UserError, match="flash_attention_2: the model has attention sinks"):
-        attention_kernel.causal_varlen_attention(query_N, key_K, value_K, batch.layout, None, **sinks)
     choose_attention("flash_attention_2", "cuda")
-    with pytest.raises(UserError, match=r"flash_attention_2: the model caps .*no kernel") as refused:
-        attention_kernel.causal_varlen_attention(query_N, key_K, value_K, batch.layout, None, softcap=1.0)
-    assert "flex" in refused.value.remedy
+    for why, values, needed in (
+        ("has attention sinks", value_K, sinks),
+        ("caps", value_K, {"softcap": 1.0}),
+        ("has values of another size", value_K[..., :8], {}),
+    ):
+        with pytest.raises(UserError, match=f"flash_attention_2: the model {why}.*no kernel") as refused:
+            attention_kernel.causal_varlen_attention(query_N, key_K, values, batch.layout, None, **needed)
+        assert "flex" in refused.value.remedy
 
 
-def test_a_start_refuses_what_is_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Float32, and sinks. Controls: on a CPU; by name, and caps, which are compared; and float32 once it is."""
+def test_a_start_names_the_kernel_that_a_model_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of caps, sinks and float32 on a GPU. Controls: by itself and by name it starts; a CPU needs none."""
 
     def start(dtype: str = "auto", attention: str = "auto", path: str | None = None) -> None:
         source: dict[str, Any] = {"tiny": {}} if path is None else {"path": path}
@@ -255,27 +246,19 @@ def test_a_start_refuses_what_is_not_compared(tmp_path: Path, monkeypatch: pytes
         check_model(config_from_mapping({"model": model}, "test"))
 
     capped = str(write_model(tmp_path, "Gemma2Config", {**GOOD["Gemma2Config"], "head_dim": 16}))
-    sinks = str(write_model(tmp_path / "sinks", "GptOssConfig", GOOD["GptOssConfig"]))
+    sinks = str(write_model(tmp_path / "sinks", "GptOssConfig", {**GOOD["GptOssConfig"], "head_dim": 16}))
     start("float32")
     start(path=sinks)
     with pytest.raises(UserError, match="flex needs a GPU"):
         start(attention="flex")
-    for module in (checks, kernels):
-        monkeypatch.setattr(module, "visible_gpus", lambda: [0])
-    start("bfloat16")
-    for wrong in ({"dtype": "float32"}, {"path": sinks}, {"attention": "flex", "path": sinks}):
-        with pytest.raises(UserError, match="nobody has compared"):
-            start(**wrong)
-    start(attention="flex")
-    start(attention="flex", path=capped)
-    start(path=capped)
-    with pytest.raises(UserError, match="flash_attention_2: the model caps") as refused:
-        start(attention="flash_attention_2", path=capped)
-    assert "flex" in refused.value.remedy
-    monkeypatch.setattr(checks, "FLEX_COMPARED", {"", FLOAT32})
-    start("float32")
-    with pytest.raises(UserError, match="flash_attention_2: the model computes in float32"):
-        start("float32", "flash_attention_2")
+    monkeypatch.setattr(checks, "visible_gpus", lambda: [0])
+    start("bfloat16", "flash_attention_2")
+    for why, asked in (("caps", {"path": capped}), ("has", {"path": sinks}), ("computes in", {"dtype": "float32"})):
+        start(**asked)
+        start(**asked, attention="flex")
+        with pytest.raises(UserError, match=f"flash_attention_2: the model {why} ") as refused:
+            start(**asked, attention="flash_attention_2")
+        assert "flex" in refused.value.remedy
 
 
 def test_a_folder_that_is_none_is_left_to_the_check_that_names_it(
@@ -298,18 +281,20 @@ def test_a_folder_that_is_none_is_left_to_the_check_that_names_it(
 def test_an_evaluation_that_vllm_alone_computes_may_be_in_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the trainer's kernel. Controls: one whose KL the trainer computes, and a training."""
+    """Whatever the trainer's kernel. Controls: one whose KL the trainer computes, and a training, which have none."""
     folder = write_family("Qwen 3", tmp_path / "model")
     monkeypatch.setattr(checks, "visible_gpus", lambda: [0])
 
     def of(evaluators: list[str]) -> EvaluationConfig:
-        sections: dict[str, Any] = {"model": {"path": str(folder), "dtype": "float32"}, "algorithm": {"kl": {}}}
+        model = {"path": str(folder), "dtype": "float32", "attention": "flash_attention_2"}
+        sections: dict[str, Any] = {"model": model, "algorithm": {"kl": {}}}
         sections["evaluate"] = {"evaluators": evaluators}
         return evaluation_config(TrainConfig.model_validate(sections), folder, folder)
 
     check_model(of(["length"]))
-    for config in (of(["kl"]), TrainConfig.model_validate({"model": {"tiny": {}, "dtype": "float32"}})):
-        with pytest.raises(UserError, match="float32 needs FlexAttention on a GPU: .*nobody has compared"):
+    trained = {"tiny": {}, "dtype": "float32", "attention": "flash_attention_2"}
+    for config in (of(["kl"]), TrainConfig.model_validate({"model": trained})):
+        with pytest.raises(UserError, match="flash_attention_2: the model computes in float32"):
             check_model(config)
 
 
@@ -317,7 +302,6 @@ def test_an_evaluation_that_vllm_alone_computes_may_be_in_float32(
 def test_smaller_heads_than_it_computes_are_refused(kernel: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name, and where it alone computes a model. Controls: heads of 16, and a model that does not need it."""
     monkeypatch.setattr(checks, "visible_gpus", lambda: [0])
-    monkeypatch.setattr(checks, "FLEX_COMPARED", {"", FLOAT32})
 
     def start(size: int, **settings: str) -> None:
         tiny = {"hidden_size": 2 * size, "heads": 2, "kv_heads": 2}

@@ -38,6 +38,10 @@ def test_binding_shares_storage_and_allocates_none_before() -> None:
         stub = FusedAttention()
     assert stub.qkv_proj.weight.untyped_storage().nbytes() == 4
     assert nn.Linear(8, 8).weight.untyped_storage().nbytes() == 256  # only within the context
+    with without_storage():
+        assert nn.Linear(8, 8, dtype=torch.float32).weight.untyped_storage().nbytes() == 4  # as vLLM makes some routers
+        assert nn.Embedding(8, 8).weight.untyped_storage().nbytes() == 4
+    assert len(nn.Linear(8, 8).weight.unique()) > 1  # drawn again
     *_, apart = _bound(flat=False)
     assert [item.name for item in apart.copied] == ["qkv_proj.weight", "qkv_proj.bias"]
 
