@@ -46,6 +46,11 @@ def replacing(path: Path, durable: bool = True) -> Iterator[Path]:
         aside.unlink(missing_ok=True)
 
 
+def no_folder(path: Path) -> str:
+    """Say why `path` is no folder: it is a file, or not there."""
+    return f"{path} is a file" if path.is_file() else f"there is no folder {path}"
+
+
 def nearest_existing(folder: Path) -> Path:
     """Return `folder`, or the nearest folder above it that exists."""
     there = folder.absolute()

@@ -29,6 +29,7 @@ from penstock.data.tokenizer import DEFAULT_CHARACTERS
 from penstock.environments.loading import tools_told
 
 LOOKED_AT = 1000  # rows of a file
+USES = {"train": "", "heldout": ": each training is evaluated before and after, whatever evaluate.every is"}
 
 
 def read_prompts(config: TrainConfig) -> dict[str, pd.DataFrame]:
@@ -37,12 +38,12 @@ def read_prompts(config: TrainConfig) -> dict[str, pd.DataFrame]:
     Raises:
         UserError: there is no source, or it cannot be read.
     """
-    for key in ("train", "heldout"):
+    for key, use in USES.items():
         if config.data.made_up is None and getattr(config.data, key) is None:
             raise UserError(
-                f"no prompts: 'data.{key}' is not set", f"add data.{key}=FILE, a JSONL or Parquet file of prompts"
+                f"no prompts: 'data.{key}' is not set", f"add data.{key}=FILE, a JSONL or Parquet file of prompts{use}"
             )
-    return {split: split_of(config, split) for split in ("train", "heldout")}
+    return {split: split_of(config, split) for split in USES}
 
 
 def check_prompt_lengths(config: TrainConfig, frames: Mapping[str, pd.DataFrame]) -> None:

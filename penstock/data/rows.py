@@ -128,13 +128,35 @@ def _in_words(error: ValueError) -> str:
     return f"{error.msg.removesuffix(' at')} at column {error.colno}"
 
 
+class _KeyTwice(ValueError):
+    """An object has a key twice."""
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object's keys with their values, where JSON's reader alone would keep the last of two equal keys.
+
+    Raises:
+        _KeyTwice: names the key.
+    """
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise _KeyTwice(_given_twice([name for name, _ in pairs])[0])
+    return values
+
+
+def _given_twice(names: Sequence[str]) -> list[str]:
+    return [name for name in names if names.count(name) > 1]
+
+
 def _parse_line(path: Path, row: int, line: bytes) -> dict[str, Any]:
     try:
-        values = json.loads(line.decode("utf-8-sig"))
+        values = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_each_key_once)
     except UnicodeDecodeError as error:
         raise UserError(f"{place(path, row)} is not JSON: {error}", "save the file as UTF-8") from None
     except RecursionError:
         raise _nested_too_deeply(path, row) from None
+    except _KeyTwice as error:
+        raise UserError(f"{place(path, row)} has the key {str(error)!r} twice", "remove one") from None
     except ValueError as error:
         what = "is blank" if not line.strip() else f"is not JSON: {_in_words(error)}"
         raise UserError(f"{place(path, row)} {what}", "each line holds one JSON object") from None
@@ -212,6 +234,8 @@ def _array(path: Path, name: str, values: list[Any]) -> pa.Array:
 
 def _read_parquet(content: bytes, path: Path) -> pa.Table:
     try:
+        if names := _given_twice(pq.read_schema(pa.BufferReader(content)).names):
+            raise UserError(f"{path} has the column '{names[0]}' twice", "remove one")
         table = pq.read_table(pa.BufferReader(content))
     except (pa.ArrowInvalid, OSError) as error:
         raise UserError(

@@ -162,6 +162,7 @@ def test_a_right_recipe_starts(penstock: Callable[..., str]) -> None:
         (["recipe.yaml", "data.prompt=qestion"], "has no column 'qestion'", "did you mean 'question'?"),
         (["recipe.yaml", "data.train=no.jsonl"], "no.jsonl does not exist", "check the path"),
         (["recipe.yaml", "data.heldout=null"], "'data.heldout' is not set", "add data.heldout=FILE"),
+        (["recipe.yaml", "data.heldout=null", "evaluate.every=0"], "is not set", "evaluated before and after"),
         (["recipe.yaml", "sft.steps=1"], "the 'sft' section needs 'data.sft'", "sft=null"),
         (["recipe.yaml", "groups.main={gpus: [0], roles: [actor, rollout]}"], "names GPU 0", "remove 'gpus'"),
         (["recipe.yaml", "rollout.kv_cache_gib=64"], "largest part: KV cache, 64.0 GiB", "lower rollout.kv_cache_gib"),

@@ -53,6 +53,8 @@ def test_blank_lines_at_the_end_do_not_count(tmp_path: Path) -> None:
         (['{"a": 1}', '{"a": 2', '{"a": 3}'], r"line 2 is not JSON: Expecting .* at column 8\n"),
         (['{"a": 1}', '{"a": ' + "1" * 5000 + "}"], "line 2 is not JSON: Exceeds the limit"),
         (['{"a": 1', '"b": 2}'], "line 1 is not JSON"),
+        (['{"a": 1, "b": 2}', '{"a": 1, "b": 2, "a": 1}'], "line 2 has the key 'a' twice\n  remove one"),
+        (['{"a": [{"b": 1, "c": 2, "b": 3}]}'], "line 1 has the key 'b' twice"),
         (['{"a": 1}', "", '{"a": 3}'], "line 2 is blank"),
         (['{"a": 1}', "[1]"], "line 2 is not a JSON object but a list"),
         (['{"a": 1, "b": 2}', '{"a": 1}'], r"line 2: column 'b' is missing \(line 1 has it\)"),
@@ -105,11 +107,14 @@ def test_text_of_a_parquet_file_that_is_no_text_is_refused(tmp_path: Path) -> No
 
 
 def test_files_that_are_not_data_are_refused(tmp_path: Path) -> None:
-    """Missing, of another kind, empty, or not what the name says."""
+    """Missing, of another kind, with a column twice, empty, or not what the name says."""
     with pytest.raises(UserError, match="does not exist"):
         read_rows(tmp_path / "absent.jsonl")
     with pytest.raises(UserError, match=r"neither \.jsonl nor \.parquet"):
         read_rows(tmp_path / "rows.csv")
+    pq.write_table(pa.Table.from_arrays([pa.array([1])] * 3, ["a", "b", "b"]), tmp_path / "twice.parquet")
+    with pytest.raises(UserError, match="has the column 'b' twice"):
+        read_rows(tmp_path / "twice.parquet")
     (tmp_path / "text.parquet").write_text('{"a": 1}')
     with pytest.raises(UserError, match="is not a Parquet file"):
         read_rows(tmp_path / "text.parquet")

@@ -70,7 +70,8 @@ class Half:
 
     def told(self, other: Path) -> str:
         """Return what is said once it has ended and the other, with run folder `other`, begins."""
-        kept = "" if self.out is None else f", and is kept in {file_beside(self.out)}"
+        file = None if self.out is None else file_beside(self.out)
+        kept = f", and is kept in {file}" if file is not None and file.is_file() else ""
         return f"the training '{self.mode}' has ended{kept}; the other's run folder is {other}"
 
     def _settings(self) -> dict[str, Any]:

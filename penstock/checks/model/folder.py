@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.base.errors import UserError
+from penstock.base.files import no_folder
 from penstock.base.model_code import Code
 from penstock.checks.model.kernels import check_scan
 from penstock.checks.model.own_code import check_own_class, check_own_code
@@ -23,8 +24,7 @@ def check_model_folder(folder: Path, key: str, scores: bool = False, code: Code 
         UserError: it does not exist, a file is missing or damaged, or see `penstock.engines.families.architecture`.
     """
     if not folder.is_dir():
-        missing = f"{folder} is a file" if folder.is_file() else f"there is no folder {folder}"
-        raise UserError(f"{key}: {missing}", f"set {key} to a Hugging Face model folder on this machine")
+        raise UserError(f"{key}: {no_folder(folder)}", f"set {key} to a Hugging Face model folder on this machine")
     if not (folder / "config.json").is_file():
         raise UserError(f"{key}: {folder} has no config.json", "name the folder that holds config.json itself")
     if not any(folder.glob("*.safetensors")):

@@ -28,6 +28,7 @@ def check_model(config: TrainConfig, scores: bool = False, pairs: bool = False) 
     """
     check_optimizers(config)
     if config.model.tiny is not None:
+        check_states(config)  # of a critic or a reward model in a folder
         check_attention(config)
         return
     if config.model.path is None:

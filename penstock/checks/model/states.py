@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from penstock.base.errors import UserError
 from penstock.configs.schema import TrainConfig
@@ -22,23 +23,31 @@ def check_states(config: TrainConfig) -> None:
             "scores of such a model are not compared yet",
             "use another model",
         )
-    folder = Path(str(config.model.path))
-    if not _carries_states(folder):
-        return
-    trained = [one for one in (config.actor, config.critic, config.sft) if one is not None] if config.trains else []
+    critic = None if config.critic is None else config.critic.path
+    for path in dict.fromkeys((config.model.path, critic or config.model.path)):
+        if path is not None and _carries_states(Path(path)) and (names := _uncompared(config, path)):
+            raise UserError(
+                f"the model in {path} has layers that carry a state from token to token, and does not go with "
+                f"{', '.join(names)}: that trainer and rollout agree there is not shown yet",
+                "remove it, or use another model",
+            )
+
+
+def _uncompared(config: TrainConfig, path: str) -> list[str]:
+    """Return what a configuration does with the model in a folder that nobody has compared of one with a state."""
+    rollout, of_actor = config.rollout, path == config.model.path
+    trained: list[Any] = [config.actor, config.sft] if of_actor else []
+    if config.critic is not None and (config.critic.path or config.model.path) == path:
+        trained.append(config.critic)
+    trained = [one for one in trained if one is not None] if config.trains else []
     given = {
-        "keep_kv_cache": config.rollout.keeps_kv_cache,
-        "rollout.tensor_parallel above 1": config.rollout.tensor_parallel > 1,
+        "keep_kv_cache": of_actor and rollout.keeps_kv_cache,
+        "rollout.tensor_parallel above 1": of_actor and rollout.tensor_parallel > 1,
         "sequence_parallel": any(getattr(one, "sequence_parallel", 1) > 1 for one in trained),
         "expert_parallel": any(getattr(one, "expert_parallel", 1) > 1 for one in trained),
         "zero_stage 3": any(one.zero_stage == 3 for one in trained),
     }
-    if names := [name for name, is_given in given.items() if is_given]:
-        raise UserError(
-            f"the model in {folder} has layers that carry a state from token to token, and does not go with "
-            f"{', '.join(names)}: that trainer and rollout agree there is not shown yet",
-            "remove it, or use another model",
-        )
+    return [name for name, is_given in given.items() if is_given]
 
 
 def check_no_states(folder: Path, purpose: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from prefect.variables import Variable
 
 from penstock.base.errors import UserError
-from penstock.cli.prefect.server import check_server
+from penstock.cli.prefect.server import check_server, start_server
 from penstock.configs.tree.recipes import parse
 from penstock.session.session import read_config
 from penstock.session.settings import apply_overrides, variable_to_set
@@ -28,11 +28,13 @@ def set_overrides(folder: Path, pairs: Sequence[str]) -> tuple[str, dict[str, An
             allowed, or the Prefect server does not answer.
     """
     run = open_run_folder(folder)
-    name = variable_to_set(run)
+    name, config, given = variable_to_set(run), read_config(run), dict(_parse(pair) for pair in pairs)
+    apply_overrides(config, dict.fromkeys(given))  # refuses a wrong key before a server is asked, or started
     check_server()
+    start_server()
     there = Variable.get(name, default=None)
-    overrides = (there if isinstance(there, dict) else {}) | dict(_parse(pair) for pair in pairs)
-    apply_overrides(read_config(run), overrides)
+    overrides = (there if isinstance(there, dict) else {}) | given
+    apply_overrides(config, overrides)
     Variable.set(name, overrides, overwrite=True)
     return name, overrides
 
@@ -47,6 +49,7 @@ def clear_overrides(folder: Path) -> str:
     """
     name = variable_to_set(open_run_folder(folder))
     check_server()
+    start_server()
     Variable.set(name, {}, overwrite=True)
     return name
 

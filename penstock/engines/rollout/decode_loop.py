@@ -232,14 +232,17 @@ class DecodeLoop:
         parameters: Any,
         seeds: list[int] | None,
         images: Sequence[versions.PromptImage] = (),
+        begun_by: int | None = None,
     ) -> None:
         """Hand in requests with the same prompt, one after the other, so that its prefix is computed once.
 
         Args:
             names: the rows of the requests by their names, which no other request of this process has.
             seeds: of each request; None: they are sampled from the engine's common stream.
+            begun_by: the policy version that sampled the first of its tokens in the prompt; None: it has none there.
         """
-        versions.submit(self.llm, list(names), prompt, parameters, seeds, self._salt(self.version), images)
+        salt = self._salt(self.version if begun_by is None else begun_by)
+        versions.submit(self.llm, list(names), prompt, parameters, seeds, salt, images)
         now, given = time.perf_counter(), len(prompt)
         self._requests.update({name: Request(owner, row, now, prompt=given) for name, row in names.items()})
 

@@ -67,6 +67,11 @@ class Placed:
         path, ended = self.paths[0], self.drawn.get(0)
         return path.until(len(path.tokens) - (0 if ended is None else len(ended.tokens)))
 
+    @property
+    def begun_by(self) -> int | None:
+        """The policy version that sampled the first token of the path that they follow; None: there is none yet."""
+        return None if self.aside is not None else self.paths[0].first_version
+
 
 NOBODY: Any = None  # owns a request that waits for another generation
 
@@ -139,6 +144,11 @@ class Episode:
         if not any(mask):
             return self.version, self.version
         return versions[mask.index(1)], versions[-1 - mask[::-1].index(1)]
+
+    @property
+    def first_version(self) -> int | None:
+        """The policy version of the first token in this path that the policy sampled; None: there is none yet."""
+        return self.versions[self.mask.index(1)] if 1 in self.mask else None
 
     @property
     def drawn(self) -> int:

@@ -520,7 +520,7 @@ class EpisodeLoop:
         episode.prompt_tokens += len(missing) * len(prompt)
         own_seeds, images = seeds if share.own_streams else None, share.images(episode.position)
         if names:
-            loop.request(self, names, prompt, parameters, own_seeds, images)
+            loop.request(self, names, prompt, parameters, own_seeds, images, placed.begun_by)
 
     def _draw_rest(
         self, loop: DecodeLoop, request: Request, name: str, prompt: list[int], parameters: Any, seed: int

@@ -78,7 +78,11 @@ def _results_table(comparison: Comparison) -> Table:
 
 
 def _turned(rows: pd.DataFrame, title: str) -> list[Table]:
-    """Show a table with its columns as rows: in several tables where more groups or runs are there than fit."""
+    """Show a table with its columns as rows, in several tables where more groups or runs are there than fit.
+
+    What has no value at all has no place in them.
+    """
+    rows = rows[(rows != "–").any(axis=1)]
     return [_beside(rows.iloc[first : first + _SIDE_BY_SIDE], title) for first in range(0, len(rows), _SIDE_BY_SIDE)]
 
 

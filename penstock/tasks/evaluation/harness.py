@@ -21,6 +21,7 @@ from prefect import get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 
 from penstock.base.errors import UserError
+from penstock.base.files import no_folder
 from penstock.engines.families.shape import read_settings, read_shape
 from penstock.engines.groups import interface
 from penstock.engines.groups.environment import AS_NVML_COUNTS
@@ -76,7 +77,7 @@ def check_tasks(tasks: Sequence[str], include_path: Path | None) -> None:
 
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
-        raise UserError(f"--include-path: there is no folder {folder}", "name one with YAML files of tasks")
+        raise UserError(f"--include-path: {no_folder(folder)}", "name one with YAML files of tasks")
     if not folder.resolve().is_relative_to(Path.cwd()):
         raise UserError(
             f"--include-path: {folder} is outside of the working folder, and tasks may run code",

@@ -18,6 +18,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from penstock.base.errors import UserError
+from penstock.base.files import no_folder
 from penstock.checks.evaluation import WITHOUT_KL, check_evaluation
 from penstock.checks.found_models import with_code
 from penstock.checks.hub import snapshot
@@ -187,8 +188,7 @@ def subject_of(path: Path) -> Subject:
     if path.parent.name == "checkpoints" and (path.parents[1] / "config.yaml").is_file():
         return _checkpoint(RunFolder(path.parents[1]), path.name)
     if not path.is_dir():
-        missing = f"{path} is a file" if path.is_file() else f"there is no folder {path}"
-        raise UserError(missing, "name a Hugging Face folder, a run, or a checkpoint of one")
+        raise UserError(no_folder(path), "name a Hugging Face folder, a run, or a checkpoint of one")
     if not (path / "config.yaml").is_file():
         raise UserError(
             f"{path} is neither a model, a run nor a checkpoint",

@@ -86,6 +86,17 @@ def test_the_same_command_goes_on_with_the_half_that_is_missing(cut_off: Any) ->
     assert resumed == whole
 
 
+def test_nothing_is_said_to_be_kept_that_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a half that another result has. Control: of one that was measured, while the other is."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(waiting, "trained", Trainings(cut_off=None))
+    said = list[str]()
+    first = _waiting([], out=tmp_path / "first.json", say=said.append)
+    _waiting([], out=tmp_path / "second.json", say=said.append, against=first)
+    assert ["is kept in" in line for line in said] == [True, False]
+    assert not file_beside(tmp_path / "second.json").exists()
+
+
 def test_metrics_of_the_half_that_was_cut_off_stay(cut_off: Any, tmp_path: Path) -> None:
     """The last message names them. Control: what ends leaves no folder, nor does what had no iteration yet."""
     measure, out, _, second, said, _ = cut_off

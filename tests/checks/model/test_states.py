@@ -13,6 +13,7 @@ from penstock.benchmarks.workload.families import FAMILIES, write_family
 from penstock.checks.model import kernels, served
 from penstock.checks.model.folder import check_model_folder
 from penstock.checks.model.served import check_served_alone
+from penstock.checks.model.starting_model import check_model
 from penstock.checks.model.states import check_states
 from penstock.checks.preferences import check_preferences
 from penstock.configs.preference import PairConfig, PreferenceConfig, RewardModelConfig
@@ -67,7 +68,10 @@ def test_pairs_are_refused_in_the_users_words(tree: type[PairConfig], named: str
 
 
 def test_scores_of_one_are_refused(folders: tuple[Path, Path]) -> None:
-    """Of a reward model. Controls: a critic, of the actor's folder or one of its own, and a model without a state."""
+    """Of a reward model, and of a critic with what nobody has compared, whatever the actor's model is.
+
+    Controls: a critic, of the actor's folder or one of its own, and a model without a state.
+    """
     with_state, without = (str(folder) for folder in folders)
     ppo: dict[str, Any] = {"algorithm": {"name": "ppo"}}
 
@@ -77,8 +81,17 @@ def test_scores_of_one_are_refused(folders: tuple[Path, Path]) -> None:
     checked(without, **ppo, critic={"path": without}, reward={"model": without})
     checked(with_state, **ppo)
     checked(without, **ppo, critic={"path": with_state})
+    checked(with_state, **ppo, critic={"path": without, "zero_stage": 3})
+    checked(without, rollout={"tensor_parallel": 2}, **ppo, critic={"path": with_state})
+    for parallel, named in (({"zero_stage": 3}, "zero_stage 3"), ({"sequence_parallel": 2}, "sequence_parallel")):
+        with pytest.raises(UserError, match=f"{with_state} .* carry a state .* does not go with {named}"):
+            checked(without, **ppo, critic={"path": with_state, **parallel})
     with pytest.raises(UserError, match="reward.model: the model in .* carry a state"):
         checked(without, reward={"model": with_state})
+    tiny: dict[str, Any] = {"model": {"tiny": {}}, "data": {"arithmetic": {}}}
+    with pytest.raises(UserError, match="reward.model: the model in .* carry a state"):
+        check_model(TrainConfig.model_validate({**tiny, "reward": {"model": with_state}}))
+    check_model(TrainConfig.model_validate({**tiny, "reward": {"model": without}}))
 
 
 @pytest.mark.parametrize("name", ["Moonlight", "MiniMax M2"])

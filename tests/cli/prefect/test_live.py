@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.base.errors import UserError
+from penstock.cli.prefect import live
 from penstock.cli.prefect.live import clear_overrides, set_overrides
 from penstock.configs.schema import TrainConfig
 from penstock.session.session import write_config
@@ -25,3 +26,24 @@ def test_a_complete_run_is_refused(tmp_path: Path) -> None:
         set_overrides(run.path, ["rollout.temperature=hot"])
     with pytest.raises(UserError, match="is complete, nothing will read this"):
         clear_overrides(run.path)
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [("rollout.temprature=0.9", "'rollout.temprature' cannot change"), ("rollout.temperature", "is not key=value")],
+)
+def test_a_wrong_key_is_refused_before_a_server_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: str, message: str
+) -> None:
+    """Control: of a right one the server is asked, and does not answer."""
+    run = RunFolder(tmp_path)
+    write_config(run, TrainConfig(iterations=2))
+
+    def away() -> None:
+        raise UserError("no Prefect server answers")
+
+    monkeypatch.setattr(live, "check_server", away)
+    with pytest.raises(UserError, match=message):
+        set_overrides(run.path, [pair])
+    with pytest.raises(UserError, match="no Prefect server answers"):
+        set_overrides(run.path, ["rollout.temperature=0.9"])

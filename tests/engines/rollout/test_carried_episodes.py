@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from penstock.base.ragged import Ragged
@@ -16,12 +17,14 @@ from penstock.engines.commands.rollout import CarriedResponses, EngineResponses
 from penstock.engines.rollout.detokenize import decode
 from penstock.engines.rollout.episode import heard, under_way
 from penstock.session.rollout.carried import not_begun
+from tests.engines.between_steps import shifted
 from tests.engines.played_prompts import save_prompts
 from tests.engines.playground import Playground
 from tests.engines.shared_ranks import Ranks, Shape
+from tests.engines.unpacked import load_unpacked
 
 SHAPE = Shape("qwen3", tied=False)
-LIMIT, TURNS, SAMPLES, WANTED = 60, 4, 2, 4
+LIMIT, TURNS, SAMPLES, WANTED, SHIFT = 60, 4, 2, 4, 0.05
 KINDS = ["plain", "greeted", "endless", "plain", "greeted", "endless", "plain", "greeted", "plain", "greeted"]
 PROMPTS = Ragged.of([np.arange(4, 5 + number) for number in range(len(KINDS))], np.int32)
 FolderOf = Callable[[Shape], Path]
@@ -35,27 +38,37 @@ class Played:
     folder: Path
     table: str
 
-    def build(self, kind: str = "Playground", **settings: Any) -> None:
+    def build(self, kind: str = "Playground", longest_prompt: int = 16, **settings: Any) -> None:
         """Begin with a new engine, and with environments that know nothing."""
         environment = {"type": f"tests.engines.playground:{kind}", "settings": settings, "max_turns": TURNS}
         sizes = {"prompts": len(KINDS), "samples": SAMPLES, "max_response_tokens": LIMIT, "max_sequences": 32}
-        correction = {"algorithm": {"correction": {}}}
-        self.ranks.build(self.folder, ("actor", "rollout"), environment=environment, rollout=sizes, **correction)
+        more = {"algorithm": {"correction": {}}, "data": {"max_prompt_tokens": longest_prompt}}
+        self.ranks.build(self.folder, ("actor", "rollout"), environment=environment, rollout=sizes, **more)
         self.ranks.ask("reshard", version=0)
 
-    def generate(self, seed: int, order: Any, carried: CarriedResponses | None, wanted: int | None) -> EngineResponses:
+    def generate(
+        self,
+        seed: int,
+        order: Any,
+        carried: CarriedResponses | None,
+        wanted: int | None,
+        prompts: Ragged = PROMPTS,
+    ) -> EngineResponses:
         """Play from prompts in an order."""
-        sampling = {"samples": SAMPLES, "temperature": 0.8, "top_p": 1.0, "top_k": 0, "max_tokens": LIMIT}
         (reply,) = self.ranks.ask(
             "generate",
-            prompts=PROMPTS.take(np.asarray(order)),
-            sampling={**sampling, "ignore_eos": False, "seed": [7, seed, 0], "logprobs": True},
-            tokenizer=str(self.folder),
+            **self.asked(seed, prompts.take(np.asarray(order))),
             wanted=wanted,
             carried=carried,
             episodes={"table": self.table, "prompt_ids": [f"train-{number:06d}" for number in order]},
         )
-        return reply  # type: ignore[no-any-return]
+        return reply
+
+    def asked(self, seed: int, prompts: Ragged) -> dict[str, Any]:
+        """Return what every generation is asked for."""
+        sampling = {"samples": SAMPLES, "temperature": 0.8, "top_p": 1.0, "top_k": 0, "max_tokens": LIMIT}
+        sampled = {**sampling, "ignore_eos": False, "seed": [7, seed, 0], "logprobs": True}
+        return {"prompts": prompts, "sampling": sampled, "tokenizer": str(self.folder)}
 
     def first(self) -> EngineResponses:
         """What a generation leaves that ends with the fourth prompt."""
@@ -172,6 +185,42 @@ def test_an_episode_whose_environment_answers_otherwise_begins_anew(played: Play
     under_way_B = ~first.left.ended_B & np.asarray(had_answers)
     assert under_way_B.sum() > 2 and not np.asarray(kept[False])[under_way_B].any()
     assert np.asarray(kept[False])[first.left.ended_B].all(), "what has ended needs no environment"
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_keys_of_an_episode_are_computed_again_or_kept(played: Played, keeps: bool) -> None:
+    """Of prompts that fill blocks of vLLM's cache: kept, turns after an update are said over keys of older weights.
+
+    Episodes that begin then are the new policy's alone either way, also from a prompt whose keys older weights made.
+    """
+    prompts = Ragged.of([np.arange(260 + at) % (40 + at) + 4 for at in range(len(KINDS))], np.int32)
+    played.build(longest_prompt=300)
+    played.ranks.ask("bind_without_sharing", folder=str(played.folder), rollout={"carry": {"keep_kv_cache": keeps}})
+    first = played.generate(1, range(len(KINDS)), not_begun(0, environment=True), WANTED, prompts)
+    assert first.left is not None and first.left_P is not None
+    played.ranks.ask("between_steps", arguments=played.asked(9, PROMPTS), after=1, shift=SHIFT)
+    order = np.concatenate([first.left_P, first.positions_P])
+    second = played.generate(2, order, first.left, None, prompts)
+    assert second.versions_T is not None and second.logprobs_T is not None and second.episodes is not None
+    new, apart = shifted(load_unpacked(played.folder), SHIFT), dict[bool, list[float]]({True: [], False: []})
+    offsets_B1 = second.responses.offsets_B1
+    for row, (begin, end) in enumerate(zip(offsets_B1[:-1], offsets_B1[1:], strict=True)):
+        at = int(second.positions_P[row // SAMPLES])
+        own_T = (second.versions_T[begin:end] == 1) & (second.episodes.loss_mask_T[begin:end] > 0)
+        said_T = _logprobs(new, prompts.row(int(order[at])).tolist(), second.responses.row(row).tolist())
+        goes_on = at < len(first.left_P) and len(first.left.tokens.row(at * SAMPLES + row % SAMPLES)) > 0
+        apart[goes_on] += np.abs(second.logprobs_T[begin:end] - said_T)[own_T].tolist()
+    assert len(apart[True]) > 20 < len(apart[False])
+    assert max(apart[False]) < 2e-4
+    assert (np.mean(apart[True]) > 0.01) == keeps and (max(apart[True]) < 2e-4) == (not keeps)
+
+
+@torch.no_grad()
+def _logprobs(lm: Any, prompt: list[int], tokens: list[int]) -> np.ndarray:
+    """The log-probs of an episode's tokens under a model, at temperature 1, as this engine tells them."""
+    logits_TV = lm(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    found_T: np.ndarray = logits_TV.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0].numpy()
+    return found_T
 
 
 def test_what_an_environment_has_heard_is_all_that_it_was_told() -> None:

@@ -149,6 +149,18 @@ def test_held_out_figures_have_their_intervals(tmp_path: Path) -> None:
         assert "last" in text.lower()
 
 
+@pytest.mark.parametrize(("without", "tables"), [("begun", 1), ("one more", 2)])
+def test_a_run_that_was_not_evaluated_has_no_table_of_its_own(tmp_path: Path, without: str, tables: int) -> None:
+    """Three runs are beside each other, and a fourth has nothing to show. Control: a fourth that was evaluated."""
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    figures = {"heldout/accuracy": 0.75, "heldout/accuracy/low": 0.7, "heldout/accuracy/high": 0.8}
+    for name in ("a", "b", "c", without):
+        log_iteration(begun(uri, name), 0, {"reward/mean": 0.5} if name == "begun" else figures)
+    out = Console(file=io.StringIO(), width=100)
+    out.print(render(compare_runs(uri, "exp")))
+    assert out.file.getvalue().count("last evaluation") == tables  # type: ignore[attr-defined]
+
+
 def test_runs_without_curves_have_no_picture(uri: str, tmp_path: Path) -> None:
     """Runs that failed before their first iteration still compare."""
     begun(uri, "x", "failed-early")
