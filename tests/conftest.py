@@ -1,7 +1,7 @@
 """Spreads the tests over two processes: flows in one, hosts and engines in the other, the rest where there is room.
 
-Beside this, what tests of several rooms share: a Prefect server, that modules of a test's folder end with it, and that
-folders and files may be named in any order.
+Beside this, what tests of several rooms share: a Prefect server, databases of MLflow's that are there at once, that
+modules of a test's folder end with it, and that folders and files may be named in any order.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,38 @@ def _own_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             del sys.modules[name]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _tables_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let MLflow make the tables of a `mlflow.db` once: tests of this process get copies, which take no seconds.
+
+    A database of another name is made by MLflow itself, as in every other process.
+    """
+    from penstock.trackers import mlflow
+
+    alone, made = mlflow._alone, tmp_path_factory.mktemp("tables") / "mlflow.db"
+
+    @contextmanager
+    def copied(database: Path | None) -> Iterator[None]:
+        with alone(database):
+            if database is not None and database.name == made.name and not database.exists():
+                if not made.exists():
+                    _make_tables(made)
+                database.write_bytes(made.read_bytes())
+            yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlflow, "_alone", copied)
+        yield
+
+
+def _make_tables(database: Path) -> None:
+    from mlflow.store.db.utils import _initialize_tables, create_sqlalchemy_engine
+
+    engine = create_sqlalchemy_engine(f"sqlite:///{database}")
+    _initialize_tables(engine)
+    engine.dispose()
+
+
 @pytest.fixture(scope="session")
 def prefect_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """One server for all flows that are called inside a test process.
@@ -118,3 +151,14 @@ def prefect_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
         with prefect_test_harness(server_startup_timeout=120):
             yield
+
+
+@pytest.fixture(scope="session")
+def prefect_api(prefect_harness: None) -> str:
+    """The address of that server, for commands: each would start one of its own, for ten seconds of a core.
+
+    That they do is for tests/cli/prefect/test_server.py, tests/deploy/test_wheel.py and the commands of other tests.
+    """
+    from prefect.settings import PREFECT_API_URL
+
+    return str(PREFECT_API_URL.value())
