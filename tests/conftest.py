@@ -25,7 +25,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # In the background of a shell Ctrl-C is ignored, also by all that is started here: a worker of Prefect that gets a
     # SIGTERM, which it hands on to itself as a Ctrl-C, would never end.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-LONGEST_FIRST = {"flows": 0, "hosts": 1, "faults": 2, "engines": 3}
+LONGEST_FIRST = {"flows": 0, "hosts": 1, "faults": 2, "engines": 3, "deployments": 4}
 ENGINES_ALONE = {"test_channel.py", "test_group.py", "test_group_ends.py"}  # they start groups of their own
 
 
@@ -57,8 +57,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Flows start whole trainings: two at a time would fight for the cores, so they take turns, and those over several
     machines, which wait for each other most of the time, are beside them. They take longest and begin first; then come
-    trainings that lose what they run on, and the engines. A test elsewhere that starts a training, or engines of its
-    own, says that it belongs to the flows, `pytest.mark.xdist_group("flows")`.
+    trainings that lose what they run on, the engines, and deployments, which wait for a worker most of the time. A test
+    elsewhere that starts a training, or engines of its own, says that it belongs to the flows,
+    `pytest.mark.xdist_group("flows")`.
     """
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
@@ -73,7 +74,9 @@ def _said(item: pytest.Item) -> str:
 
 
 def _group(path: Path) -> str:
-    room = path.relative_to(TESTS).parts[0]
+    room, *below = path.relative_to(TESTS).parts
+    if below[:1] == ["deployments"]:
+        return "deployments"
     if room in ("flows", "hosts") or (room == "engines" and path.name not in ENGINES_ALONE):
         return room
     return str(path)

@@ -17,7 +17,7 @@ from penstock.session.session import Training
 from penstock.state.manifest import Tracked, read_manifest
 from penstock.state.run_folder import RunFolder
 from penstock.trackers.delivery import Delivery
-from penstock.trackers.mlflow import MlflowTracker, connect
+from penstock.trackers.mlflow import MlflowTracker
 from penstock.trackers.outbox import Outbox
 from penstock.trackers.tracker import ITERATION, Figures, NewRun, Tracker
 from tests.waiting import until
