@@ -49,13 +49,13 @@ quickstart: $(STAMP) ## Train a tiny model end to end: on the GPU if there is on
 	@$(BIN)/penstock train configs/quickstart.yaml
 
 test: $(STAMP) ## Run the tests of a few minutes; ARGS="tests/algorithms -x" narrows them
-	@$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not exhaustive" $(ARGS)
 
 test-slow: $(STAMP) ## Run tests of more than about 10 s each, one of each kind: whole trainings, servers, compilers
 	@$(BIN)/python -m pytest -m "slow and not exhaustive" $(ARGS)
 
 test-all: $(STAMP) ## Run these and the exhaustive ones, which show the same with other settings
-	@$(BIN)/python -m pytest -m slow $(ARGS)
+	@$(BIN)/python -m pytest -m "slow or exhaustive" $(ARGS)
 
 lint: $(STAMP) ## Check style, formatting, types, and what each room imports
 	@$(BIN)/ruff check .

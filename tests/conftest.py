@@ -1,7 +1,7 @@
 """Spreads the tests over two processes: flows in one, hosts and engines in the other, the rest where there is room.
 
-Beside this, what tests of several rooms share: a Prefect server, that modules of a test's folder end with it, and that
-folders and files may be named in any order.
+Beside this, what tests of several rooms share: a Prefect server, databases of MLflow's that are there at once, that
+modules of a test's folder end with it, and that folders and files may be named in any order.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # In the background of a shell Ctrl-C is ignored, also by all that is started here: a worker of Prefect that gets a
     # SIGTERM, which it hands on to itself as a Ctrl-C, would never end.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-LONGEST_FIRST = {"flows": 0, "hosts": 1, "faults": 2, "engines": 3}
+LONGEST_FIRST = {"flows": 0, "hosts": 1, "faults": 2, "engines": 3, "deployments": 4}
 ENGINES_ALONE = {"test_channel.py", "test_group.py", "test_group_ends.py"}  # they start groups of their own
 
 
@@ -56,8 +57,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Flows start whole trainings: two at a time would fight for the cores, so they take turns, and those over several
     machines, which wait for each other most of the time, are beside them. They take longest and begin first; then come
-    trainings that lose what they run on, and the engines. A test elsewhere that starts a training, or engines of its
-    own, says that it belongs to the flows, `pytest.mark.xdist_group("flows")`.
+    trainings that lose what they run on, the engines, and deployments, which wait for a worker most of the time. A test
+    elsewhere that starts a training, or engines of its own, says that it belongs to the flows,
+    `pytest.mark.xdist_group("flows")`.
     """
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
@@ -72,7 +74,9 @@ def _said(item: pytest.Item) -> str:
 
 
 def _group(path: Path) -> str:
-    room = path.relative_to(TESTS).parts[0]
+    room, *below = path.relative_to(TESTS).parts
+    if below[:1] == ["deployments"]:
+        return "deployments"
     if room in ("flows", "hosts") or (room == "engines" and path.name not in ENGINES_ALONE):
         return room
     return str(path)
@@ -87,6 +91,38 @@ def _own_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     for name in set(sys.modules) - before:
         if str(vars(sys.modules[name]).get("__file__")).startswith(folder):
             del sys.modules[name]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _tables_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let MLflow make the tables of a `mlflow.db` once: tests of this process get copies, which take no seconds.
+
+    A database of another name is made by MLflow itself, as in every other process.
+    """
+    from penstock.trackers import mlflow
+
+    alone, made = mlflow._alone, tmp_path_factory.mktemp("tables") / "mlflow.db"
+
+    @contextmanager
+    def copied(database: Path | None) -> Iterator[None]:
+        with alone(database):
+            if database is not None and database.name == made.name and not database.exists():
+                if not made.exists():
+                    _make_tables(made)
+                database.write_bytes(made.read_bytes())
+            yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlflow, "_alone", copied)
+        yield
+
+
+def _make_tables(database: Path) -> None:
+    from mlflow.store.db.utils import _initialize_tables, create_sqlalchemy_engine
+
+    engine = create_sqlalchemy_engine(f"sqlite:///{database}")
+    _initialize_tables(engine)
+    engine.dispose()
 
 
 @pytest.fixture(scope="session")
@@ -118,3 +154,14 @@ def prefect_harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
         with prefect_test_harness(server_startup_timeout=120):
             yield
+
+
+@pytest.fixture(scope="session")
+def prefect_api(prefect_harness: None) -> str:
+    """The address of that server, for commands: each would start one of its own, for ten seconds of a core.
+
+    That they do is for tests/cli/prefect/test_server.py, tests/deploy/test_wheel.py and the commands of other tests.
+    """
+    from prefect.settings import PREFECT_API_URL
+
+    return str(PREFECT_API_URL.value())

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,25 +17,14 @@ from penstock.session.session import Training
 from penstock.state.manifest import Tracked, read_manifest
 from penstock.state.run_folder import RunFolder
 from penstock.trackers.delivery import Delivery
-from penstock.trackers.mlflow import MlflowTracker, connect
+from penstock.trackers.mlflow import MlflowTracker
 from penstock.trackers.outbox import Outbox
 from penstock.trackers.tracker import ITERATION, Figures, NewRun, Tracker
 from tests.waiting import until
 
 
-@functools.cache
-def _empty() -> tempfile.TemporaryDirectory[str]:
-    """A folder with a database without runs, made once by MLflow: its tables take over a second."""
-    folder = tempfile.TemporaryDirectory()
-    connect(f"sqlite:///{Path(folder.name, 'mlflow.db')}").search_experiments()
-    return folder
-
-
 def begun(uri: str, name: str = "tiny", experiment: str = "exp") -> MlflowTracker:
-    """Begin an MLflow run in a store; a new database is a copy of an empty one."""
-    if (path := Path(uri.removeprefix("sqlite:///"))).suffix == ".db" and not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(Path(_empty().name, "mlflow.db"), path)
+    """Begin an MLflow run in a store."""
     tracker = MlflowTracker(uri)
     tracker.open(NewRun(name, experiment, {}))
     return tracker

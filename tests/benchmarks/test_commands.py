@@ -84,9 +84,16 @@ def test_updates_on_made_up_experience_change_the_policy(bench: Callable[..., tu
     assert "update_s" in printed
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.xdist_group("flows")
-@pytest.mark.parametrize(("correction", "temperature"), [("{}", 1.0), ("{}", 0.5), ("null", 1.0)])
+@pytest.mark.parametrize(
+    ("correction", "temperature"),
+    [
+        ("{}", 1.0),
+        pytest.param("{}", 0.5, marks=pytest.mark.exhaustive),
+        pytest.param("null", 1.0, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_log_probs_of_a_rollout_are_compared_with_the_actors(
     correction: str, temperature: float, bench: Callable[..., tuple[BenchResult, str]]
 ) -> None:

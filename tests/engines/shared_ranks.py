@@ -20,11 +20,12 @@ from penstock.engines.groups.hosts import Hosts
 from tests.engines.plain_commands import KINDS, command_of, figures_of, numbered, plain
 
 VOCABULARY, EOS, PAD = 64, 1, 0
+INSPECTED = "tests.engines.inspected_worker:InspectedWorker"
 
 
 @dataclass
 class Ranks:
-    """A running engine group; the ranks' worker is `InspectedWorker`."""
+    """A running engine group; the ranks' worker is an `InspectedWorker`."""
 
     group: EngineGroup
     count: int
@@ -32,7 +33,7 @@ class Ranks:
     usage: list[dict[str, float]] = field(default_factory=list)  # of each rank, by the last command
 
     @classmethod
-    def start(cls, number: int, log_dir: Path, hosts: Hosts | None = None) -> Ranks:
+    def start(cls, number: int, log_dir: Path, hosts: Hosts | None = None, worker: str = INSPECTED) -> Ranks:
         """Spawn the ranks, on a host of their own or on those of others, and return at once."""
         spec = GroupSpec(
             name="main",
@@ -42,7 +43,7 @@ class Ranks:
             start_timeout_s=200.0,
             command_timeout_s=200.0,
             heartbeat_timeout_s=100.0,
-            worker="tests.engines.inspected_worker:InspectedWorker",
+            worker=worker,
         )
         return cls(EngineGroup(spec, hosts), number)
 

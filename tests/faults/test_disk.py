@@ -146,13 +146,16 @@ cat run/summary.json
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_training_whose_disk_fills_at_its_end_is_done_and_a_resume_writes_the_rest(tmp_path: Path) -> None:
+def test_a_training_whose_disk_fills_at_its_end_is_done_and_a_resume_writes_the_rest(
+    tmp_path: Path, prefect_api: str
+) -> None:
     """With everything that a training is made of. Control: the summary comes with the room."""
     (disk := tmp_path / "disk").mkdir()
     if not _mounts(disk):
         pytest.skip("no file systems of one's own on this machine")
     overrides = ("iterations=2", "sft=null", "rollout.prompts=8", "evaluate.every=2")
     own = {"PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}"}
+    own |= {"PREFECT_API_URL": prefect_api}
     command = [
         *OWN_DISK,
         "bash",

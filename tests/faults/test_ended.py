@@ -71,13 +71,21 @@ def _saved(run: RunFolder) -> int:
     return read_manifest(run).progress.iteration if run.manifest.is_file() else 0
 
 
-def _starting(said: Path) -> Callable[..., subprocess.Popen[bytes]]:
-    """What starts a training that says what it has to say into a file."""
+@pytest.fixture
+def said(tmp_path: Path) -> Path:
+    """The file into which trainings say what they have to say."""
+    return tmp_path / "said"
+
+
+@pytest.fixture
+def start(said: Path, prefect_api: str) -> Callable[..., subprocess.Popen[bytes]]:
+    """What starts a training."""
     program = [sys.executable, "-m", "penstock.cli.main", "train"]
+    environment = os.environ | {"PREFECT_API_URL": prefect_api}
 
     def start(*arguments: str) -> subprocess.Popen[bytes]:
         with said.open("ab") as output:
-            return subprocess.Popen([*program, *arguments], cwd=ROOT, stdout=output, stderr=output, env=os.environ)
+            return subprocess.Popen([*program, *arguments], cwd=ROOT, stdout=output, stderr=output, env=environment)
 
     return start
 
@@ -99,10 +107,11 @@ def _struck(
 
 
 @pytest.mark.parametrize("killed", [pytest.param("main", marks=pytest.mark.exhaustive), "flow"])
-def test_what_had_ended_is_in_the_experience(killed: str, tmp_path: Path) -> None:
+def test_what_had_ended_is_in_the_experience(
+    killed: str, start: Callable[..., subprocess.Popen[bytes]], said: Path, tmp_path: Path
+) -> None:
     """A killed rank costs the flow nothing but the rest, and neither does a killed flow that is resumed."""
-    run, said = RunFolder(tmp_path / "run"), tmp_path / "said"
-    start = _starting(said)
+    run = RunFolder(tmp_path / "run")
     training = start(*RECIPE, "iterations=2", "rollout.reproducible=false", "--run", str(run.path))
 
     def in_the_second() -> bool:
@@ -131,14 +140,15 @@ def test_what_had_ended_is_in_the_experience(killed: str, tmp_path: Path) -> Non
         pytest.param("flow", marks=pytest.mark.exhaustive),
     ],
 )
-def test_what_had_ended_of_a_rollout_ahead_is_in_its_experience(killed: str, tmp_path: Path) -> None:
+def test_what_had_ended_of_a_rollout_ahead_is_in_its_experience(
+    killed: str, start: Callable[..., subprocess.Popen[bytes]], said: Path, tmp_path: Path
+) -> None:
     """Killed while the actor learns from the batch before: that is not generated again either.
 
     No prompt is lost or comes twice, and each token is of the policy that it says: what the policy before the update
     has sampled has its log-probs. Control: tokens of the policy before that have others.
     """
-    run, said = RunFolder(tmp_path / "run"), tmp_path / "said"
-    start = _starting(said)
+    run = RunFolder(tmp_path / "run")
     training = start(*RECIPE, *AHEAD, "--run", str(run.path))
 
     def in_the_update() -> bool:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import signal
-import sqlite3
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ import psutil
 import pytest
 from mlflow.tracking import MlflowClient
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
+from prefect.client.schemas.sorting import FlowRunSort
 
 from penstock.configs.chain import Stage
 from penstock.flows.chain import chain
@@ -71,6 +72,7 @@ class Chains:
     """Starts `penstock chain` as a person does, in a folder of its own."""
 
     folder: Path
+    prefect_api: str
 
     @property
     def said(self) -> str:
@@ -90,7 +92,7 @@ class Chains:
             return subprocess.Popen(
                 [sys.executable, "-m", "penstock.cli.main", "chain", *arguments],
                 cwd=ROOT,
-                env=inherited | {"PREFECT_HOME": str(self.folder / "prefect")},
+                env=inherited | {"PREFECT_API_URL": self.prefect_api},
                 stdout=output,
                 stderr=output,
             )
@@ -113,9 +115,17 @@ def weights(chain: ChainFolder) -> dict[str, str]:
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
 
 
-def test_a_chain_that_is_killed_goes_on_and_ends_as_one_left_alone(tmp_path: Path) -> None:
+def states_of(chain: ChainFolder) -> list[str]:
+    """Return how the flow runs of a chain ended, the oldest first."""
+    of_chain = FlowRunFilter(tags=FlowRunFilterTags(all_=[f"{CHAIN_TAG}{chain.path.name}"]))
+    with get_client(sync_client=True) as client:
+        found = client.read_flow_runs(flow_run_filter=of_chain, sort=FlowRunSort.START_TIME_ASC)
+    return [str(run.state_type.value) for run in found if run.state_type is not None]
+
+
+def test_a_chain_that_is_killed_goes_on_and_ends_as_one_left_alone(tmp_path: Path, prefect_api: str) -> None:
     """Killed in the fifth of eight stages. Control: what was done is not touched, and each stage leaves its own."""
-    killed, alone = Chains(tmp_path / "killed"), Chains(tmp_path / "alone")
+    killed, alone = (Chains(tmp_path / name, prefect_api) for name in ("killed", "alone"))
     for chains in (killed, alone):
         chains.folder.mkdir()
     first = killed.begin()
@@ -132,9 +142,7 @@ def test_a_chain_that_is_killed_goes_on_and_ends_as_one_left_alone(tmp_path: Pat
 
     second = killed.start("--resume", str(killed.chain.path))
     assert second.wait(WAIT_S) == 0, killed.said
-    with sqlite3.connect(killed.folder / "prefect" / "prefect.db") as store:
-        states = store.execute("SELECT state_type FROM flow_run WHERE name LIKE 'chain-%' ORDER BY created").fetchall()
-    assert states == [("CRASHED",), ("COMPLETED",)], "the killed attempt's flow run, and that which goes on"
+    assert states_of(killed.chain) == ["CRASHED", "COMPLETED"], "the killed attempt's flow run, and that which goes on"
     assert "learn (train), goes on" in killed.said and killed.said.count("imitate (sft), begins") == 1
     assert {name: content(killed.chain.path / name) for name in done} == done
     assert alone.begin().wait(WAIT_S) == 0, alone.said
@@ -160,9 +168,9 @@ def test_a_chain_that_is_killed_goes_on_and_ends_as_one_left_alone(tmp_path: Pat
     assert weights(killed.chain) == left, "a chain that is complete is left as it is"
 
 
-def test_a_mistake_ends_a_chain_before_its_first_stage(tmp_path: Path) -> None:
+def test_a_mistake_ends_a_chain_before_its_first_stage(tmp_path: Path, prefect_api: str) -> None:
     """Of the fifth stage, with exit code 2 and nothing written."""
-    chains = Chains(tmp_path)
+    chains = Chains(tmp_path, prefect_api)
     command = chains.start("configs/chain.yaml", f"folder={tmp_path / 'runs'}", "learn.rollout.smaples=3")
     assert command.wait(WAIT_S) == 2
     assert "samples" in chains.said and "Traceback" not in chains.said

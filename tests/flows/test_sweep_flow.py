@@ -81,9 +81,9 @@ class Sweeps:
 
 
 @pytest.fixture
-def sweeps(tmp_path: Path) -> Sweeps:
-    """A folder with a Prefect of its own, and a file that breaks the reward function once it is there."""
-    own = {"PREFECT_HOME": str(tmp_path / "prefect"), BREAK: str(tmp_path / "break")}
+def sweeps(tmp_path: Path, prefect_api: str) -> Sweeps:
+    """A folder, and a file that breaks the reward function once it is there."""
+    own = {"PREFECT_API_URL": prefect_api, BREAK: str(tmp_path / "break")}
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
     return Sweeps(tmp_path, inherited | own | {"PENSTOCK_ALLOWED_MODULES": "tests"})
 

@@ -18,12 +18,13 @@ model learns.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ LOSS = ActorLoss("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3}, 1.0, 0.0, None
 FIGURES = ("packed", "gradient", "rollout", "lora", "lora_experts", "exported", "stale")
 TOLD = {"before": "before the update", "rollout": "after it", "exported": "written", "stale": "stale weights"}
 COLUMNS = ("family", "served_by", *FIGURES, "refused")
+KEYS = itertools.count(1)  # of commands, also where a rank measures several models
 
 
 @dataclass(frozen=True)
@@ -153,11 +155,33 @@ def _figures(details: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return figures
 
 
-def measure_folder(folder: Path, work: Path) -> dict[str, Any]:
+@contextmanager
+def new_rank(work: Path) -> Iterator[EngineGroup]:
+    """Start one rank, on a GPU if there is one."""
+    work.mkdir(parents=True, exist_ok=True)
+    spec = GroupSpec(
+        name="main",
+        roles=("actor", "rollout"),
+        devices=(RankDevice(0 if visible_gpus() else None),),
+        log_dir=work,
+        start_timeout_s=600.0,
+        command_timeout_s=600.0,
+        heartbeat_timeout_s=120.0,
+        worker="penstock.benchmarks.ranks.family_rank:FamilyRank",
+    )
+    with EngineGroup(spec) as group:
+        group.wait_ready()
+        yield group
+
+
+def measure_folder(
+    folder: Path, work: Path, rank: Callable[[Path], AbstractContextManager[EngineGroup]] = new_rank
+) -> dict[str, Any]:
     """Return the figures of a model, or `refused`, why it is.
 
     Args:
         work: folder for its ranks' logs and what they write.
+        rank: gives a rank that holds no model, once for each set of adapters and once without.
     """
     settings = read_settings(folder)
     by = "vLLM" if has_own_class(settings) else "Transformers in vLLM"
@@ -165,12 +189,12 @@ def measure_folder(folder: Path, work: Path) -> dict[str, Any]:
     try:
         check_model_folder(folder, "it")
         check_served(settings, weight_shapes(folder), "it")
-        with _ranks(work) as group:
+        with rank(work) as group:
             figures = _Model(group, folder, work).measured()
-        with _ranks(work) as group:
+        with rank(work) as group:
             figures["lora"] = _Model(group, folder, work, LORA).gap_after_an_update()
         if family_of(described["model_type"]).experts:
-            with _ranks(work) as group:
+            with rank(work) as group:
                 figures["lora_experts"] = _Model(group, folder, work, LORA_ON_EXPERTS).gap_after_an_update()
     except UserError as error:
         return {**described, "refused": error.problem.replace(str(folder), "it").removeprefix("it: ")}
@@ -272,8 +296,8 @@ class _Model:
         return self._prompts.take(positions_P), None if self._images is None else self._images.take(positions_P)
 
     def _ask(self, command: Command[Any]) -> Any:
-        self._sent += 1
-        (answer,) = self._group.call(name_of(type(command)), key=f"{self._sent}", **encode(command))
+        name = name_of(type(command))
+        (answer,) = self._group.call(name, key=f"measured-{next(KEYS)}", **encode(command))
         return decode_reply(type(command), answer["reply"])
 
 
@@ -284,22 +308,3 @@ def _explained() -> float:
 
 def _mean(difference_T: np.ndarray) -> float:
     return float(np.nanmean(np.abs(difference_T)))
-
-
-@contextmanager
-def _ranks(work: Path) -> Iterator[EngineGroup]:
-    """Start one rank, on a GPU if there is one."""
-    work.mkdir(parents=True, exist_ok=True)
-    spec = GroupSpec(
-        name="main",
-        roles=("actor", "rollout"),
-        devices=(RankDevice(0 if visible_gpus() else None),),
-        log_dir=work,
-        start_timeout_s=600.0,
-        command_timeout_s=600.0,
-        heartbeat_timeout_s=120.0,
-        worker="penstock.benchmarks.ranks.family_rank:FamilyRank",
-    )
-    with EngineGroup(spec) as group:
-        group.wait_ready()
-        yield group

@@ -48,7 +48,7 @@ from penstock.engines.groups.spec import START_KEY
 
 REPLIES_KEPT = 32
 OUT_OF_MEMORY = "OutOfMemoryError"  # PyTorch's; this file does not import it
-UNUSED = ("mlflow", "sklearn")  # which DeepSpeed and transformers import for what no rank does
+UNUSED = ("mlflow", "sklearn", "scipy")  # which DeepSpeed and transformers import for what no rank does
 
 _log = logging.getLogger(__name__)
 

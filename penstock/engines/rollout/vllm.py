@@ -174,7 +174,7 @@ def vllm_model(llm: Any) -> torch.nn.Module:
 
 def prepare_vllm(cuda: bool, architectures: Sequence[str]) -> None:
     """Import vLLM, and apply what it needs before its first engine in this process, with one of the `architectures`."""
-    with importing():
+    with importing(without=("scipy",)):  # which it imports for sounds
         from vllm import LLM as LLM
     write_latent_attention_out()
     if cuda:

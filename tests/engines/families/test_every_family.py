@@ -7,6 +7,8 @@ the library's is test_architecture.py's, and test_mixers.py's.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,25 +19,46 @@ from penstock.benchmarks.families.measuring import measure_folder
 from penstock.benchmarks.workload.families import FAMILIES, REFUSED, SIZES, write_family
 from penstock.configs.schema import TrainConfig
 from penstock.engines.families.table import family_of
+from penstock.engines.groups.group import EngineGroup
 from tests.engines.rows import LOSS, SPLIT, random_rows, write_rows
 from tests.engines.shared_ranks import SMALL, Ranks
 
 EQUAL, STALE = 1e-5, 1e-2  # mean difference of log-probs in float32
+WORKER = "tests.engines.families.measured_worker:MeasuredWorker"
 TRAINED = [name for name in FAMILIES if name not in REFUSED]
 ONE_OF_EACH_KIND = ("Gemma 2", "OLMo 2", "GLM-4.5", "gpt-oss", "Granite 4 (Mamba 2)", "Qwen 3.5")
+Emptied = Callable[[Path], AbstractContextManager[EngineGroup]]
+
+
+@pytest.fixture(scope="module")
+def emptied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Emptied]:
+    """One rank for all families, which lets go of its model before it is given: a start takes longer than a family.
+
+    Not the one of other tests, which would end with it where a family goes wrong.
+    """
+    ranks = Ranks.start(1, tmp_path_factory.mktemp("families"), worker=WORKER)
+
+    @contextmanager
+    def given(work: Path) -> Iterator[EngineGroup]:
+        work.mkdir(parents=True, exist_ok=True)
+        ranks.ask("discard")
+        yield ranks.group
+
+    yield given
+    ranks.group.close(grace_s=1.0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in ONE_OF_EACH_KIND else pytest.param(name, marks=pytest.mark.exhaustive) for name in TRAINED]
 )
-def test_what_is_trained_is_what_vllm_serves(name: str, tmp_path: Path) -> None:
+def test_what_is_trained_is_what_vllm_serves(name: str, emptied: Emptied, tmp_path: Path) -> None:
     """Packed rows, gradients, vLLM after an update and with adapters, what is written: all as the library has it.
 
     Every parameter is the trainer's own, but for those that vLLM has transposed. Control: the policy before the
     update is another by far.
     """
-    row = measure_folder(write_family(name, tmp_path / "model"), tmp_path / "work")
+    row = measure_folder(write_family(name, tmp_path / "model"), tmp_path / "work", emptied)
     assert "refused" not in row
     figures = {"packed", "gradient", "rollout", "lora", "exported"}
     figures |= {"lora_experts"} if family_of(row["model_type"]).experts else set()

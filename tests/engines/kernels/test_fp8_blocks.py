@@ -88,8 +88,15 @@ def _trained(
     return {name: value + sums.get(name, 0) for name, value in found.items()}
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize(
+    ("summed", "compiled"),
+    [
+        (True, False),
+        (False, False),
+        pytest.param(True, True, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
+)
 def test_a_models_gradients_point_where_float32s_do(
     summed: bool, compiled: bool, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,6 @@ SHAPES = [Shape("qwen2", tied=True), Shape("qwen3", tied=False)]
 LINEARS = 7 * 2  # of both blocks
 ROUNDING = 2.0**-8  # of bfloat16
 CPU = torch.device("cpu")
-COMPILED = pytest.param(True, marks=pytest.mark.slow)
 EMBEDDING = "lm.model.embed_tokens.weight"
 
 
@@ -72,8 +71,15 @@ def _apart(sums: dict[str, Tensor], others: dict[str, Tensor]) -> dict[str, floa
     return {name: float((sums[name] - other).norm() / other.norm()) for name, other in others.items()}
 
 
-@pytest.mark.parametrize("compiled", [False, COMPILED])
-@pytest.mark.parametrize(("shape", "checkpointing"), [(SHAPES[0], False), (SHAPES[1], True)])
+@pytest.mark.parametrize(
+    ("shape", "checkpointing", "compiled"),
+    [
+        (SHAPES[0], False, False),
+        (SHAPES[1], True, False),
+        pytest.param(SHAPES[0], False, True, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        pytest.param(SHAPES[1], True, True, marks=pytest.mark.slow),
+    ],
+)
 def test_sums_are_those_of_the_usual_way_up_to_rounding(
     shape: Shape, compiled: bool, checkpointing: bool, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,8 +103,17 @@ def test_sums_are_those_of_the_usual_way_up_to_rounding(
     assert seen - still_seen == summed - ({EMBEDDING} if shape.tied else set())  # it has its own gradient as well
 
 
-@pytest.mark.parametrize("compiled", [False, COMPILED])
-@pytest.mark.parametrize(("shape", "checkpointing"), [(SHAPES[0], False), (SHAPES[0], True), (SHAPES[1], False)])
+@pytest.mark.parametrize(
+    ("shape", "checkpointing", "compiled"),
+    [
+        (SHAPES[0], False, False),
+        (SHAPES[0], True, False),
+        (SHAPES[1], False, False),
+        pytest.param(SHAPES[0], False, True, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+        pytest.param(SHAPES[0], True, True, marks=pytest.mark.slow),
+        pytest.param(SHAPES[1], False, True, marks=pytest.mark.slow),
+    ],
+)
 def test_layers_of_the_same_input_are_one_product_and_their_gradients_the_same_up_to_rounding(
     shape: Shape, compiled: bool, checkpointing: bool, folder_of: FolderOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,8 +293,15 @@ def test_adapters_frozen_layers_and_other_optimizers_keep_the_usual_way(folder_o
     assert summed(policy, sums_of(policy)[0]) == LINEARS
 
 
-@pytest.mark.parametrize("clip", [pytest.param(1e9, marks=pytest.mark.slow), 0.05])
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("count", "clip"),
+    [
+        (1, 0.05),
+        pytest.param(1, 1e9, marks=pytest.mark.slow),
+        pytest.param(2, 0.05, marks=pytest.mark.slow),
+        pytest.param(2, 1e9, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
+)
 def test_deepspeed_reduces_measures_clips_and_clears_the_sums(
     count: int, clip: float, request: pytest.FixtureRequest, folder_of: FolderOf, tmp_path: Path
 ) -> None:

@@ -178,7 +178,6 @@ def test_a_state_goes_on_with_its_experts_on_other_ranks(one_rank: Ranks, two_ra
     assert _least(one_rank.parameters(), weights[0]) > 10 * CLOSE
 
 
-@pytest.mark.exhaustive
 def test_a_reference_becomes_the_actor_whole(two_ranks: Ranks, tmp_path: Path) -> None:
     """Both sides report the same digest, and tokens get the same log-probs. Control: before they do not."""
     folder, rows = write_family("OLMoE", tmp_path / "model"), random_rows(8)
@@ -223,7 +222,6 @@ def test_sets_of_ranks_with_the_same_experts_add_up_what_they_learn(
     _assert_close(after, one_rank.parameters())
 
 
-@pytest.mark.exhaustive
 def test_in_bfloat16_ranks_clip_alike(one_rank: Ranks, two_ranks: Ranks, tmp_path: Path) -> None:
     """DeepSpeed's other optimizer, with sums in float32: norms and moments to the rounding of bfloat16 gradients."""
     folder = write_family("Qwen 3 MoE", tmp_path / "model")

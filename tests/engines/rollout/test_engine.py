@@ -211,7 +211,7 @@ def test_prefixes_cached_under_older_weights_are_forgotten(rollout: Rollout, tmp
 
 def test_a_rank_imports_nothing_that_no_rank_needs(rollout: Rollout) -> None:
     """Libraries of seconds, which others import in passing. Control: those that it trains and generates with."""
-    (found,) = rollout.ranks.ask("imported", names=["mlflow", "sklearn", "deepspeed", "transformers", "vllm"])
+    (found,) = rollout.ranks.ask("imported", names=["mlflow", "sklearn", "scipy", "deepspeed", "transformers", "vllm"])
     assert found["names"] == ["deepspeed", "transformers", "vllm"]
 
 

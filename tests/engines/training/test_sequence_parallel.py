@@ -148,7 +148,6 @@ def test_a_reference_beside_an_actor_follows_it_and_each_critic_has_its_ranks() 
     assert found == {"actor": actors, "reference": actors, "critic": critics, "preference": ALONE}
 
 
-@pytest.mark.exhaustive
 def test_a_state_goes_on_with_another_number_of_ranks_together(
     one_rank: Ranks, two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path
 ) -> None:
@@ -171,8 +170,7 @@ def test_a_state_goes_on_with_another_number_of_ranks_together(
         _assert_close(weights[other], weights[0])
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_adapters_of_two_ranks_are_one_ranks(
     checkpointing: bool, one_rank: Ranks, two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path
 ) -> None:
@@ -192,7 +190,6 @@ def test_adapters_of_two_ranks_are_one_ranks(
     np.testing.assert_allclose(references[1], references[0], rtol=0, atol=CLOSE)
 
 
-@pytest.mark.exhaustive
 def test_a_gradient_in_portions_is_summed_alike(
     one_rank: Ranks, two_ranks: Ranks, folder_of: FolderOf, tmp_path: Path
 ) -> None:
@@ -215,8 +212,8 @@ def test_a_gradient_in_portions_is_summed_alike(
     assert any(name.startswith("mismatch/") for name in figures[0])
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("together", [2, 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("together", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_four_ranks_are_two_sets_or_one(
     together: int, one_rank: Ranks, folder_of: FolderOf, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -118,7 +118,6 @@ def test_vllm_computes_with_what_a_reshard_makes_of_the_actors_weights(
         assert _gap(one_rank) > ROUNDED
 
 
-@pytest.mark.exhaustive
 def test_copies_are_made_of_merged_adapters(
     one_rank: Ranks, folder_of: Callable[[Shape], Path], tmp_path: Path
 ) -> None:
