@@ -23,7 +23,8 @@ from typer.testing import CliRunner
 
 from penstock.base.errors import UserError
 from penstock.checks import memory
-from penstock.checks.model import attention, folder, mixtures, served
+from penstock.checks.model import attention, mixtures, served
+from penstock.checks.model import folder as folders
 from penstock.cli.app import app
 from penstock.cli.prefect.deploy import name_of, read_deployments
 from penstock.cli.runs.evaluating import named as words_of_evaluate
@@ -232,7 +233,7 @@ def machine(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}), encoding="utf-8")
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    for module in (memory, attention, folder, mixtures, served):
+    for module in (memory, attention, folders, mixtures, served):
         monkeypatch.setattr(module, "visible_gpus", lambda: [])
     monkeypatch.setattr(memory, "free_host_bytes", lambda: 64 * GIB)
     monkeypatch.syspath_prepend(here)
