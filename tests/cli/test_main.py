@@ -23,7 +23,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from pydantic_core import PydanticSerializationError
 
 from penstock.checks import memory
-from penstock.checks.model import attention, kernels, mixtures, served
+from penstock.checks.model import attention, mixtures, served
+from penstock.checks.model import folder as folders
 from penstock.cli import main as cli
 from penstock.cli import running, terminal
 from penstock.cli.commands import training
@@ -65,7 +66,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "penstock.cli.libraries.quiet_libraries", lambda: None
     )  # it sets variables of the whole process
     monkeypatch.setattr(training, "_run_flow", start)
-    for module in (memory, attention, kernels, mixtures, served):
+    for module in (memory, attention, folders, mixtures, served):
         monkeypatch.setattr(module, "visible_gpus", lambda: [])
     monkeypatch.setattr(memory, "free_host_bytes", lambda: 8 * GIB)
     for name, text in (("recipe.yaml", RECIPE), ("train.jsonl", ROW * 3), ("heldout.jsonl", ROW)):

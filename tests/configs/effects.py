@@ -34,7 +34,8 @@ TRAIN = {
     "base": "configs/loading/test_load.py::test_parameters_lie_over_the_recipes_they_name",
     "name": RUN_FOLDER,
     "folder": RUN_FOLDER,
-    "seed": "flows/test_resume.py::test_another_seed_ends_elsewhere",
+    "seed": "flows/test_resume.py::"
+    "test_a_killed_training_whose_states_live_in_files_ends_as_one_whose_states_live_in_memory",
     "dataflow": "flows/dataflows/test_own_dataflow.py::test_the_usual_steps_in_a_dataflow_train_alike",
     "iterations": "flows/test_train_flow.py::test_the_run_folder_holds_all_that_was_made",
     # ---- the model

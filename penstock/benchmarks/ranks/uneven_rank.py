@@ -47,11 +47,12 @@ def _request_unevenly(
     parameters: Any,
     seeds: list[int] | None,
     images: Sequence[PromptImage] = (),
+    begun_by: int | None = None,
 ) -> None:
     for number, (name, row) in enumerate(names.items()):
-        sample = int(name.rpartition("-")[2])
+        sample, own_seed = int(name.rpartition("-")[2]), None if seeds is None else seeds[number : number + 1]
         own = _as_long(parameters, lengths_of(prompt, sample + 1, parameters.max_tokens)[sample])
-        _request(loop, owner, {name: row}, prompt, own, None if seeds is None else seeds[number : number + 1], images)
+        _request(loop, owner, {name: row}, prompt, own, own_seed, images, begun_by)
 
 
 def _go_on_unevenly(

@@ -16,7 +16,8 @@ import pytest
 
 from penstock.base.errors import UserError
 from penstock.checks import memory
-from penstock.checks.model import attention, kernels, mixtures, served
+from penstock.checks.model import attention, mixtures, served
+from penstock.checks.model import folder as folders
 from penstock.cli import main as cli
 from penstock.cli.prefect import server
 from penstock.cli.runs.evaluating import Named, named
@@ -50,7 +51,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr("penstock.cli.libraries.quiet_libraries", lambda: None)
     monkeypatch.setattr(server, "start_server", start)
-    for module in (memory, attention, kernels, mixtures, served):
+    for module in (memory, attention, folders, mixtures, served):
         monkeypatch.setattr(module, "visible_gpus", lambda: [])
     monkeypatch.setattr(memory, "free_host_bytes", lambda: 8 * GIB)
     Shape("qwen2", tied=True).write(tmp_path / "model")
