@@ -23,7 +23,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,8 +110,11 @@ class CompareGradients(Command[GradientGap]):
     pictures: str | None = None
 
 
-def measure(command: str, names: Sequence[str]) -> BenchResult:
+def measure(command: str, names: Sequence[str], keep: Callable[[BenchResult], None] = lambda _: None) -> BenchResult:
     """Measure models: each the tiny one of the family of that name, or the one in the folder of that name.
+
+    Args:
+        keep: takes the result as far as it goes after each model, in case the others are cut off.
 
     Raises:
         UserError: a name is neither a known family's nor a model's folder.
@@ -127,13 +130,22 @@ def measure(command: str, names: Sequence[str]) -> BenchResult:
             name: write_family(name, Path(made) / f"model-{number}") if name in FAMILIES else Path(name)
             for number, name in enumerate(names)
         }
-        works = [Path(made) / f"work-{number}" for number in range(len(models))]
-        details: list[dict[str, Any]] = []
+        rows: dict[str, dict[str, Any]] = {}
         with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // CORES)) as pool:
-            measured = pool.map(measure_folder, models.values(), works)
-            for name, figures in zip(models, measured, strict=True):
-                details.append({"family": name, **figures})
-                progress.phase(name, figures.get("refused", "measured"))
+            asked = {
+                pool.submit(measure_folder, folder, Path(made) / f"work-{number}"): name
+                for number, (name, folder) in enumerate(models.items())
+            }
+            for ended in as_completed(asked):
+                name, figures = asked[ended], ended.result()
+                rows[name] = {"family": name, **figures}
+                progress.phase(name, figures.get("refused") or f"measured, vLLM {figures['rollout']:.2g} off")
+                result = _result(command, [rows[name] for name in models if name in rows])
+                keep(result)
+    return result
+
+
+def _result(command: str, details: list[dict[str, Any]]) -> BenchResult:
     settings = {"rows": ROWS, "prompt_tokens": PROMPT, "response_tokens": RESPONSE, "learning_rate": LEARNING_RATE}
     return new_result("families", command, _figures(details), settings=settings, details=details)
 

@@ -408,7 +408,7 @@ def families(
 ) -> None:
     """Families of models: that what is trained is what vLLM serves, by log-probs beside the Transformers library's.
 
-    A result file that is there keeps its rows of models that are not named.
+    A result file that is there keeps its rows of models that are not named. It is written after each model.
     """
     from penstock.base.files import write_text
     from penstock.benchmarks.families.measuring import COLUMNS, measure, with_rows_of
@@ -417,9 +417,15 @@ def families(
     from penstock.benchmarks.workload.families import FAMILIES
 
     text = None if page is None else read_page(page)
-    result = measure(command(), models or list(FAMILIES))
-    if models and out is not None and out.is_file():
-        result = with_rows_of(read_result(out), result)
+    before = None if out is None or not out.is_file() else read_result(out)
+
+    def keep(so_far: BenchResult) -> None:
+        if out is not None:
+            write_measured(out, so_far if before is None else with_rows_of(before, so_far))
+
+    result = measure(command(), models or list(FAMILIES), keep)
+    if models and before is not None:
+        result = with_rows_of(before, result)
     _finish(result, out, COLUMNS)
     if page is not None and text is not None:
         write_text(page, rendered(text, result))

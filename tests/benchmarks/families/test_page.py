@@ -9,7 +9,7 @@ import pytest
 from penstock.base.errors import UserError
 from penstock.benchmarks.families.measuring import measure, with_rows_of
 from penstock.benchmarks.families.page import BEGIN, END, read_page, rendered
-from penstock.benchmarks.reporting.result import read_result
+from penstock.benchmarks.reporting.result import BenchResult, read_result
 from penstock.benchmarks.workload.families import FAMILIES, REFUSED
 from tests.processes import ROOT
 
@@ -40,6 +40,15 @@ def test_a_page_without_a_place_and_a_folder_without_a_model_are_mistakes(tmp_pa
         read_page(tmp_path / "none.md")
     with pytest.raises(UserError, match="has no config.json"):
         measure("penstock bench families none", [str(tmp_path / "none")])
+
+
+def test_what_is_measured_is_kept_at_once() -> None:
+    """Should the rest be cut off: after each model there is a result of those so far. Control: the last one has all."""
+    kept: list[BenchResult] = []
+    names = list(REFUSED)[:2]  # which start no ranks
+    result = measure("penstock bench families", names, kept.append)
+    assert [len(so_far.details) for so_far in kept] == [1, 2] and kept[-1].details == result.details
+    assert [row["family"] for row in result.details] == names
 
 
 def test_a_result_keeps_the_rows_of_what_was_measured_before() -> None:
