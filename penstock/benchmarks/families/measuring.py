@@ -77,7 +77,7 @@ LOSS = ActorLoss("ppo_clip", {"clip_low": 0.2, "clip_high": 0.3}, 1.0, 0.0, None
 FIGURES = ("packed", "gradient", "rollout", "lora", "lora_experts", "exported", "stale")
 TOLD = {"before": "before the update", "rollout": "after it", "exported": "written", "stale": "stale weights"}
 COLUMNS = ("family", "served_by", *FIGURES, "refused")
-KEYS = itertools.count(1)  # of commands, also where a rank measures several models
+MODELS = itertools.count(1)  # that this process has measured, also where a rank measures several
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,8 @@ class _Model:
     """A model in a rank, and the experience that it learns from."""
 
     def __init__(self, group: EngineGroup, folder: Path, work: Path, lora: Mapping[str, Any] | None = None) -> None:
-        self._group, self._folder, self._work, self._sent = group, folder, work, 0
+        self._group, self._folder, self._work = group, folder, work
+        self._number, self._sent = next(MODELS), 0
         sections: dict[str, Any] = {
             "model": {"path": str(folder)},
             "data": {"max_prompt_tokens": PROMPT},
@@ -308,8 +309,9 @@ class _Model:
         return self._prompts.take(positions_P), None if self._images is None else self._images.take(positions_P)
 
     def _ask(self, command: Command[Any]) -> Any:
-        name = name_of(type(command))
-        (answer,) = self._group.call(name, key=f"measured-{next(KEYS)}", **encode(command))
+        self._sent += 1
+        key = f"{self._number}-{self._sent}"
+        (answer,) = self._group.call(name_of(type(command)), key=key, **encode(command))
         return decode_reply(type(command), answer["reply"])
 
 
