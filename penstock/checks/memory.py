@@ -155,9 +155,9 @@ def check_zero_stage(
         device = "cpu" if estimate.devices[0].gpu is None else "cuda"
         if trainer is None or trainer.zero_stage or role not in estimate.roles or weight_width(config, device) == 4:
             continue
-        whole = trainer.optimizer.whole is not None
-        ways = [] if whole else [f"{section}.zero_stage=1, which on a single rank is the same"]
-        ways += ["model.dtype=float32"]
+        ways = ["model.dtype=float32"]
+        if trainer.optimizer.whole is None:
+            ways.insert(0, f"{section}.zero_stage=1, which on a single rank is the same")
         raise UserError(
             f"{section}.zero_stage=0 is for float32 weights, and those of group '{estimate.group}' are bfloat16",
             f"set {', or '.join(ways)}",

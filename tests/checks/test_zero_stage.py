@@ -59,6 +59,19 @@ def test_for_an_optimizer_of_matrices_the_next_stage_is_no_way_out() -> None:
         memory.check_memory(_config("bfloat16", actor=sections))
 
 
+def test_on_a_gpu_float32_is_a_way_out_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all optimizers. Control: the next stage is one for AdamW alone."""
+    monkeypatch.setattr(memory, "visible_gpus", lambda: [0])
+    monkeypatch.setattr(memory, "free_gpu_bytes", lambda gpu: 64 * GIB)
+    monkeypatch.setattr(memory, "has_gated_mlp", lambda gpu: False)
+    for optimizer in ("adamw", "muon"):
+        with pytest.raises(UserError, match=r"actor\.zero_stage=0 is for float32") as refused:
+            memory.check_memory(_config("auto", actor={"zero_stage": 0, "optimizer": {"name": optimizer}}))
+        assert "model.dtype=float32" in refused.value.remedy
+        assert ("actor.zero_stage=1" in refused.value.remedy) == (optimizer == "adamw")
+        assert "optimizer.name" not in refused.value.remedy
+
+
 @pytest.mark.parametrize("host_gib", [1, 64])
 def test_what_lives_in_host_memory_has_to_fit_there(host_gib: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A start on GPUs whose host has too little is refused. Control: enough; and what moves there now and then."""

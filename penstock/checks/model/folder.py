@@ -7,8 +7,8 @@ from pathlib import Path
 from penstock.base.errors import UserError
 from penstock.base.files import no_folder
 from penstock.base.model_code import Code
-from penstock.checks.model.kernels import check_scan
 from penstock.checks.model.own_code import check_own_class, check_own_code
+from penstock.checks.model.states import check_scan
 from penstock.engines.families.architecture import check_architecture, classifies
 from penstock.engines.families.shape import read_settings, read_shape, weight_shapes
 from penstock.engines.families.table import family_of

@@ -419,13 +419,16 @@ def families(
     text = None if page is None else read_page(page)
     before = None if out is None or not out.is_file() else read_result(out)
 
+    def with_earlier(so_far: BenchResult) -> BenchResult:
+        return so_far if before is None else with_rows_of(before, so_far)
+
     def keep(so_far: BenchResult) -> None:
         if out is not None:
-            write_measured(out, so_far if before is None else with_rows_of(before, so_far))
+            write_measured(out, with_earlier(so_far))
 
     result = measure(command(), models or list(FAMILIES), keep)
-    if models and before is not None:
-        result = with_rows_of(before, result)
+    if models:
+        result = with_earlier(result)
     _finish(result, out, COLUMNS)
     if page is not None and text is not None:
         write_text(page, rendered(text, result))

@@ -66,19 +66,20 @@ def test_shards_that_round_corrections_are_refused(
     section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of whatever is trained. Controls: stage 2, float32, no corrections, and an evaluation, which trains nothing."""
-    monkeypatch.setattr(mixtures, "visible_gpus", lambda: [])
     plain, corrected = (write_family(name, tmp_path / name) for name in ("Qwen 3 MoE", "GLM-4.5"))
 
     def of(folder: Path, dtype: str, stage: int) -> TrainConfig:
         model = {"path": str(folder), "dtype": dtype}
         return TrainConfig.model_validate({"model": model, section: {"zero_stage": stage}})
 
-    for folder, dtype, stage in ((plain, "bfloat16", 3), (corrected, "float32", 3), (corrected, "bfloat16", 2)):
-        check_exact_shards(of(folder, dtype, stage))
-    check_exact_shards(evaluation_config(of(corrected, "bfloat16", 3), corrected, None))
-    with pytest.raises(UserError, match="zero_stage 3: routers of the model .* correct their choice") as refused:
-        check_exact_shards(of(corrected, "bfloat16", 3))
-    assert "float32" in refused.value.remedy
+    for gpus in ([], [0]):
+        monkeypatch.setattr(mixtures, "visible_gpus", lambda gpus=gpus: gpus)
+        for folder, dtype, stage in ((plain, "bfloat16", 3), (corrected, "float32", 3), (corrected, "bfloat16", 2)):
+            check_exact_shards(of(folder, dtype, stage))
+        check_exact_shards(evaluation_config(of(corrected, "bfloat16", 3), corrected, None))
+        with pytest.raises(UserError, match="zero_stage 3: routers of the model .* correct their choice") as refused:
+            check_exact_shards(of(corrected, "bfloat16", 3))
+        assert "float32" in refused.value.remedy
 
 
 def test_replay_needs_a_mixture(tmp_path: Path) -> None:

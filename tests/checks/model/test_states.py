@@ -10,7 +10,7 @@ import pytest
 
 from penstock.base.errors import UserError
 from penstock.benchmarks.workload.families import FAMILIES, write_family
-from penstock.checks.model import kernels, served
+from penstock.checks.model import served, states
 from penstock.checks.model.folder import check_model_folder
 from penstock.checks.model.served import check_served_alone
 from penstock.checks.model.starting_model import check_model
@@ -120,7 +120,7 @@ def test_an_older_library_is_refused_where_there_is_a_gpu(
 ) -> None:
     """Controls: a CPU, and a model with a state of another kind."""
     mamba = write_family("Falcon-H1", tmp_path / "model")
-    monkeypatch.setattr(kernels, "version", lambda _: "5.17.0")
+    monkeypatch.setattr(states, "version", lambda _: "5.17.0")
     monkeypatch.setattr("penstock.checks.model.folder.visible_gpus", list)
     check_model_folder(mamba, "model.path")
     monkeypatch.setattr("penstock.checks.model.folder.visible_gpus", lambda: ["0"])
@@ -135,11 +135,11 @@ def test_a_library_that_writes_out_pairs_of_tokens_is_refused_for_mamba_2(
 ) -> None:
     """Controls: a newer one, and layers of other kinds."""
     family = family_of(FAMILIES[name][0])
-    monkeypatch.setattr(kernels, "version", lambda _: "5.18.0")
-    kernels.check_scan("it", family)
-    monkeypatch.setattr(kernels, "version", lambda _: "5.17.0")
+    monkeypatch.setattr(states, "version", lambda _: "5.18.0")
+    states.check_scan("it", family)
+    monkeypatch.setattr(states, "version", lambda _: "5.17.0")
     with pytest.raises(UserError, match=r"transformers 5\.17\.0 needs") if refused else nullcontext():
-        kernels.check_scan("it", family)
+        states.check_scan("it", family)
 
 
 @pytest.mark.parametrize(

@@ -284,6 +284,19 @@ def test_sinks_have_the_gradient_of_a_softmax_with_one_score_more(tmp_path: Path
     assert all((moved[name] - value).abs().max() > 1e-3 for name, value in ours.items())
 
 
+@pytest.mark.parametrize("family", ["GptOssConfig", "DeepseekV3Config", "Gemma2Config"])
+def test_what_flex_attention_alone_computes_is_no_obstacle_where_there_is_a_gpu(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: what else a folder may lack is looked at there, too."""
+    monkeypatch.setattr("penstock.checks.model.folder.visible_gpus", lambda: ["0"])
+    folder = write_model(tmp_path, family, GOOD[family])
+    check_model_folder(folder, "model.path")
+    (folder / "config.json").unlink()
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        check_model_folder(folder, "model.path")
+
+
 def test_quantised_weights_are_refused_by_their_kind(tmp_path: Path) -> None:
     """As gpt-oss comes from the Hub. Control: without the entry the same folder passes."""
     folder = write_model(tmp_path, "GptOssConfig", GOOD["GptOssConfig"])

@@ -25,7 +25,6 @@ from penstock.checks.model.starting_model import check_model
 from penstock.configs.evaluation import EvaluationConfig, evaluation_config
 from penstock.configs.loading.load import config_from_mapping
 from penstock.configs.schema import TrainConfig
-from penstock.configs.sections.model import AttentionKernel
 from penstock.engines.batches.packing import PackedBatch, Rows, pack
 from penstock.engines.commands.build import Kernels
 from penstock.engines.families.attention import needs_flex
@@ -41,7 +40,6 @@ from tests.engines.rows import random_rows
 from tests.engines.unpacked import load_unpacked, row_logprobs
 
 CPU = torch.device("cpu")
-KERNELS: tuple[AttentionKernel, ...] = ("auto", "flash_attention_2")
 RUNS = {"several blocks": (1, 130, 3), "one block": (3, 4)}  # lengths of responses; the first two share a prompt
 WINDOWS: dict[str, int | None] = {"all": None, "short": 8, "longer than a block": 150}
 
