@@ -54,7 +54,7 @@ test: $(STAMP) ## Run the tests of a few minutes; ARGS="tests/algorithms -x" nar
 test-slow: $(STAMP) ## Run tests of more than about 10 s each, one of each kind: whole trainings, servers, compilers
 	@$(BIN)/python -m pytest -m "slow and not exhaustive" $(ARGS)
 
-test-all: $(STAMP) ## Run these and the exhaustive ones, which show the same with other settings
+test-all: $(STAMP) ## Run these and the exhaustive ones: the same with other settings, and the longest wholes
 	@$(BIN)/python -m pytest -m "slow or exhaustive" $(ARGS)
 
 lint: $(STAMP) ## Check style, formatting, types, and what each room imports

@@ -131,6 +131,7 @@ def test_replies_of_ranks_without_a_model_are_scored_and_weighed(
     assert "set model.path" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.xdist_group("flows")
 def test_vllm_by_itself_does_the_same_work(tmp_path: Path) -> None:

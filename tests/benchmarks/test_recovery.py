@@ -36,6 +36,7 @@ def test_too_few_iterations_are_refused_before_anything_starts() -> None:
         measure(ROOT / "configs" / "quickstart.yaml", [f"iterations={NEEDED - 1}"], "penstock bench recovery", None)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_killed_rank_is_noticed_replaced_and_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this order. Control: what the training recorded as the place that it went on from."""

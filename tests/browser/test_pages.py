@@ -153,6 +153,7 @@ def test_a_training_is_watched_from_the_form_to_its_curves(page: Any, prefect: P
 
 
 @on_narrow
+@pytest.mark.exhaustive
 def test_a_training_cancelled_on_its_page_leaves_nothing_running(page: Any, prefect: Prefect) -> None:
     """Its own process, ranks and whatever they started end. Control: all are there while it trains."""
     folder = prefect.runs / "cancelled"

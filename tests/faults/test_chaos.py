@@ -22,6 +22,7 @@ SMALL = (
 )
 
 
+@pytest.mark.exhaustive
 def test_what_is_killed_leaves_no_trace(tmp_path: Path) -> None:
     """All kills fell in runs that are equal to the one left alone, to the last bit; no process is left over."""
     out = tmp_path / "result.json"

@@ -144,6 +144,7 @@ cat run/summary.json
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_training_whose_disk_fills_at_its_end_is_done_and_a_resume_writes_the_rest(

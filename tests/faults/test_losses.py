@@ -231,7 +231,10 @@ SILENCE = signal.SIGSTOP
 NONE, STEPS, SAVED = "its beginning", "checkpoint 000004", "checkpoint 000002"  # memory ends with its host
 STRUCK = {
     "at its start": Struck(
-        "grpo", [Blow("make_tiny"), Blow("sft_steps", "4/", written=True), Blow("build")], [NONE, STEPS, NONE]
+        "grpo",
+        [Blow("make_tiny"), Blow("sft_steps", "4/", written=True), Blow("build")],
+        [NONE, STEPS, NONE],
+        [pytest.mark.exhaustive],
     ),
     "in an iteration": Struck(
         "grpo",
@@ -306,6 +309,7 @@ STRUCK = {
             Blow("sum_gradient", "4/update_actor/3", HOST),
         ],
         [*(f"snapshot 00000{number}" for number in (1, 2, 2)), SAVED],
+        [pytest.mark.exhaustive],
     ),
     "while ranks generate and learn": Struck(
         "stream of a tail",

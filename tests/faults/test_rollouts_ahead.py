@@ -157,14 +157,8 @@ def test_whatever_is_lost_no_prompt_is(recipe: str, trained: Callable[..., None]
     assert any(record["metrics"].get("rollout/off_policy_share", 0) > 0 for record in read_metrics(run))
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        pytest.param("ppo", marks=pytest.mark.exhaustive),
-        "episodes",
-        pytest.param("agents", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", ["ppo", "episodes", "agents"])
 def test_a_training_that_ends_with_a_rollout_ahead_is_resumed(
     recipe: str, trained: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

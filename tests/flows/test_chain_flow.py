@@ -123,6 +123,7 @@ def states_of(chain: ChainFolder) -> list[str]:
     return [str(run.state_type.value) for run in found if run.state_type is not None]
 
 
+@pytest.mark.exhaustive
 def test_a_chain_that_is_killed_goes_on_and_ends_as_one_left_alone(tmp_path: Path, prefect_api: str) -> None:
     """Killed in the fifth of eight stages. Control: what was done is not touched, and each stage leaves its own."""
     killed, alone = (Chains(tmp_path / name, prefect_api) for name in ("killed", "alone"))

@@ -150,6 +150,7 @@ def test_nothing_of_an_evaluation_lies_in_the_run_and_no_weights_stay(trained: R
     assert not any("evaluat" in path.name for path in trained.path.iterdir() if path != trained.path / "evaluation")
 
 
+@pytest.mark.exhaustive
 def test_an_export_of_a_checkpoint_has_its_figures(
     trained: RunFolder,
     results: Path,

@@ -79,6 +79,7 @@ def test_tasks_are_looked_up_before_anything_starts(here: Path) -> None:
         check_tasks(["local_choice"], here.parent)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("prefect_harness")
 def test_tasks_are_in_the_same_table_with_paired_differences(here: Path) -> None:
     """The harness's own figures, to the last bit; intervals and differences over documents, as over prompts."""

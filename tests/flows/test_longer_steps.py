@@ -18,7 +18,7 @@ from penstock.state.run_folder import RunFolder
 from tests.comparing import numbers
 from tests.flows.test_preference_flow import TINY, pairs
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 FEWER, MORE = 7, 12
 SUMS = {"arithmetic": {"digits": 1, "sft": 64, "train": 8, "heldout": 8}}
@@ -37,7 +37,7 @@ def flow_of(kind: str, folder: Path, steps: int) -> tuple[Callable[..., str], An
 @pytest.mark.usefixtures("prefect_harness")
 @pytest.mark.parametrize(
     ("kind", "section", "model"),
-    [("sft", "sft", "sft"), pytest.param("preference", "trainer", "final", marks=pytest.mark.exhaustive)],
+    [("sft", "sft", "sft"), ("preference", "trainer", "final")],
 )
 def test_more_steps_end_as_if_asked_for_at_first(kind: str, section: str, model: str, tmp_path: Path) -> None:
     """Weights and figures to the last bit, but for what was measured at the old end.

@@ -171,6 +171,7 @@ def test_a_killed_training_goes_on_as_one_left_alone(
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before, "complete: nothing starts"
 
 
+@pytest.mark.exhaustive
 def test_a_training_killed_in_its_end_does_the_end_again(
     alone: RunFolder, config: PreferenceConfig, tmp_path: Path
 ) -> None:

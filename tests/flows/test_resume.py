@@ -325,6 +325,7 @@ def maps_files(maps: Path, folder: Path) -> bool:
     return False
 
 
+@pytest.mark.exhaustive
 def test_a_training_that_is_kept_alive_goes_on_by_itself(
     trainings: Trainings, killed_of: Callable[[str], Killed]
 ) -> None:

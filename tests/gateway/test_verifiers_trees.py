@@ -172,6 +172,7 @@ def told(conversations: tuple[Counter[Tokens], Counter[Tokens]], parts: dict[str
     return repr([*(sorted(counted.items()) for counted in conversations), sorted(parts.items())])
 
 
+@pytest.mark.exhaustive
 def test_the_paths_are_the_branches_of_verifiers(
     rank: Ranks, verifiers_python: str, talker: Path, folder: Path
 ) -> None:

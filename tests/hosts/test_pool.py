@@ -179,9 +179,8 @@ def test_cancelling_leaves_nothing_on_any_machine(cluster: Cluster) -> None:
     cluster.hosts_end(run)
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGKILL, marks=pytest.mark.exhaustive), signal.SIGTERM], ids=["SIGKILL", "SIGTERM"]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
 def test_the_end_of_a_worker_leaves_no_rank(cluster: Cluster, number: signal.Signals) -> None:
     """Prefect's worker goes, and what it started goes on (SIGKILL) or ends (SIGTERM): the training with it, or not."""
     machine = cluster.machines[0]
@@ -206,6 +205,7 @@ def test_the_end_of_a_worker_leaves_no_rank(cluster: Cluster, number: signal.Sig
         until(lambda: cluster.heartbeat(machine) != last, 60, "the worker is back, and answers signals")
 
 
+@pytest.mark.exhaustive
 def test_a_training_outlives_its_prefect_server(cluster: Cluster, ended: Ended) -> None:
     """Killed under a training and back half a minute later, it finds the training at work, which ends as if left alone.
 

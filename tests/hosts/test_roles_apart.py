@@ -104,11 +104,8 @@ def test_roles_on_other_machines_than_the_actor_s(
     assert last["actor/kl"] != 0 and last["reward/std"] > 0
 
 
-@pytest.mark.parametrize(
-    "actor",
-    [{"zero_stage": 3}, pytest.param({"lora": {"rank": 4, "alpha": 8}}, marks=pytest.mark.exhaustive)],
-    ids=["zero-3", "lora"],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("actor", [{"zero_stage": 3}, {"lora": {"rank": 4, "alpha": 8}}], ids=["zero-3", "lora"])
 def test_a_group_over_two_hosts(actor: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that it has is in shards on both, or its adapters are the same on both. (At stage 1: test_pool.py.)"""
     tree = {"actor": actor, "reward": {"function": "tests.flows.reward_functions:low_digit"}}

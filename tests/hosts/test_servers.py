@@ -156,6 +156,7 @@ def servers() -> Iterator[Servers]:
         assert [one.poll() for one in servers.started] == [None] * len(servers.started)
 
 
+@pytest.mark.exhaustive
 def test_a_training_runs_through_the_servers(servers: Servers) -> None:
     """From a deployment, on the file's worker; Prefect, MLflow and both databases know of it."""
     servers.start("worker")

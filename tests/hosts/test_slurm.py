@@ -233,6 +233,7 @@ def test_a_job_trains_over_all_its_nodes(slurm: Slurm) -> None:
     assert weights(two) != (two / "models" / "initial" / "model.safetensors").read_bytes(), "it learnt something"
 
 
+@pytest.mark.exhaustive
 def test_scancel_leaves_nothing_on_any_node(slurm: Slurm) -> None:
     """In mid-training: no process of the job is left, and another job goes on with the run. Control: there were some.
 

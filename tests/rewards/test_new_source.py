@@ -181,6 +181,7 @@ def test_without_its_line_of_the_table_nothing_opens_it(folder: Path) -> None:
     assert (output, errors.strip()) == ("", "KeyError: 'lookup'")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.xdist_group("flows")
 def test_a_training_takes_its_rewards(folder: Path) -> None:

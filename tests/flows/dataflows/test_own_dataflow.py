@@ -57,6 +57,7 @@ def test_the_usual_steps_in_a_dataflow_train_alike(usual: RunFolder, tmp_path: P
     assert [("own/kl" in found["metrics"]) for found in read_metrics(own)] == [False, True, True, True]
 
 
+@pytest.mark.exhaustive
 def test_an_added_reward_trains_as_one_function_of_both(usual: RunFolder, tmp_path: Path) -> None:
     """Bit for bit, from a function in the workers and from numbers; the part has a column and a figure.
 

@@ -24,6 +24,7 @@ def written(path: Path, rows: list[dict[str, str]]) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 def test_the_best_responses_are_learnt_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sample, select, supervised training: the policy then earns more, by the same command that sampled first.
 

@@ -383,6 +383,7 @@ def test_a_crash_that_is_looked_at_twice_starts_a_run_once(prefect: Prefect, los
     prefect.api.delete(f"/flow_runs/{run}").raise_for_status()
 
 
+@pytest.mark.exhaustive
 def test_preferences_are_trained_on_from_the_form(prefect: Prefect, tmp_path: Path) -> None:
     """What is given goes over the recipe. Controls: a key of a training, and data that are not there."""
     row = {"prompt": "1+1=", "chosen": "2.", "rejected": "3."}

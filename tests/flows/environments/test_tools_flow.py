@@ -17,7 +17,7 @@ from penstock.state.experience import read_columns
 from penstock.state.run_folder import RunFolder, read_metrics
 from tests.chat.model import TEMPLATE, make_chat_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
 ITERATIONS = 4
 BETWEEN = "\n<|im_start|>user\n<tool_response>\n{}\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
