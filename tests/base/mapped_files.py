@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 from pathlib import Path
 
@@ -18,14 +17,10 @@ def mapped_files(folder: str) -> list[tuple[int, int]]:
     return [(int(first, 16), int(last, 16)) for first, last in (place.split("-") for place in inside)]
 
 
-def drive_out(begin: int, end: int) -> int:
-    """Write a mapping to the disk and let its pages leave memory; return how many are still there."""
-    size, libc = end - begin, ctypes.CDLL(None, use_errno=True)
-    place = ctypes.c_void_p(begin), ctypes.c_size_t(size)
+def drive_out(begin: int, end: int) -> None:
+    """Write a mapping to the disk and let its pages leave memory, where nothing else keeps them there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    place = ctypes.c_void_p(begin), ctypes.c_size_t(end - begin)
     for failed in (libc.msync(*place, MS_SYNC), libc.madvise(*place, MADV_PAGEOUT)):
         if failed:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
-    if libc.mincore(*place, pages):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return sum(page & 1 for page in pages)

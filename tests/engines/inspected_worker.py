@@ -21,6 +21,7 @@ from unittest.mock import patch
 import deepspeed
 import numpy as np
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from penstock.base.errors import UserError
 from penstock.base.ragged import Ragged
@@ -123,6 +124,7 @@ class InspectedWorker(Worker):
         "living_on_host",
         "living_in_files",
         "driven_out",
+        "engines_held",
         "spoil_masters",
         "kept_on_host",
         "wrapped_collectives",
@@ -293,8 +295,15 @@ class InspectedWorker(Worker):
         return {name: [sum(one.numel() for one in some[name]) for some in (held, found)] for name in held}
 
     def driven_out(self, folder: str) -> dict[str, Any]:
-        """Write the files of a folder to the disk and drop them from memory; return the pages that stay there."""
-        return {"pages": sum(drive_out(*place) for place in mapped_files(folder))}
+        """Write the files of a folder to the disk and let them leave memory; return how many there are."""
+        files = mapped_files(folder)
+        for place in files:
+            drive_out(*place)
+        return {"files": len(files)}
+
+    def engines_held(self) -> dict[str, Any]:
+        """How many of DeepSpeed's engines there are in this process, in use or not."""
+        return {"engines": sum(type(one) is DeepSpeedEngine for one in gc.get_objects())}
 
     @torch.no_grad()
     def spoil_masters(self, role: str) -> dict[str, Any]:

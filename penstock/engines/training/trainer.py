@@ -13,6 +13,7 @@ Left out: what the loss is (penstock/engines/training/updates.py).
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import math
 import os
@@ -25,7 +26,9 @@ from typing import Any, TypeVar
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import groups
 from torch import nn
 
@@ -309,10 +312,24 @@ class Trainer:
             self._fp8.renew()
 
     def close(self) -> None:
-        """Free the engine, its buffers and the model."""
+        """Free the engine, its buffers and the model, unless somebody else holds it."""
+        if self.config.zero_stage == 3:
+            forget_model(self.module)
         self.engine.destroy()
         del self.engine, self._optimizer
         gc.collect()
+
+
+def forget_model(module: nn.Module) -> None:
+    """Take a model out of what DeepSpeed's ZeRO 3 keeps of every model until the process ends.
+
+    That is a stack of modules in their forward pass, which each whole model never leaves, and a method's cache, whose
+    keys are modules. The model would hold its hooks, they the engine, and the engine all masters and states.
+    """
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [one for one in stack if one is not module]
+    cached = vars(PartitionedParameterCoordinator)["_PartitionedParameterCoordinator__params_to_release"]
+    inspect.getclosurevars(cached).nonlocals["func"].cache_clear()
 
 
 def gather_within_hosts(wanted: bool) -> None:

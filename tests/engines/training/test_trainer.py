@@ -57,7 +57,10 @@ def _plain(folder: Path, rows: Rows) -> tuple[list[PlainStep], dict[str, torch.T
 def test_losses_norms_clipping_and_rates_are_torchs_own_at_every_zero_stage(
     count: int, stage: int, ranks_of: Callable[[int], Ranks], folder_of: FolderOf, tmp_path: Path
 ) -> None:
-    """Four supervised steps: what is reported at each, and the weights at the end, as the exported folder has them."""
+    """Four supervised steps: what is reported at each, and the weights at the end, as the exported folder has them.
+
+    Nothing of DeepSpeed's stays in the process then, which trains on with another model.
+    """
     ranks, rows = ranks_of(count), random_rows(8)
     expected, after = _plain(folder_of(SHAPE), rows)
     assert min(step.grad_norm for step in expected) > CLIP  # the norm that is reported is the one before clipping
@@ -68,7 +71,9 @@ def test_losses_norms_clipping_and_rates_are_torchs_own_at_every_zero_stage(
         assert figures["loss"] == pytest.approx(step.loss, abs=1e-5)
         assert figures["grad_norm"] == pytest.approx(step.grad_norm, rel=1e-5)
         assert ranks.ask("learning_rate", role="sft")[0] == {"steps": number, "rate": pytest.approx(rate)}
+    held = [one["engines"] for one in ranks.ask("engines_held")]
     ranks.ask("sft_end", folder=str(tmp_path / "trained"))
+    assert [one["engines"] for one in ranks.ask("engines_held")] == [number - 1 for number in held]
     assert len({path.stat().st_mode for path in (tmp_path / "trained").iterdir()}) == 1  # whoever reads one reads all
     trained = dict(load_unpacked(tmp_path / "trained").named_parameters())
     start = load_unpacked(folder_of(SHAPE)).state_dict()

@@ -117,7 +117,8 @@ def test_states_in_files_train_and_are_saved_as_those_in_memory(
         figures = []
         for _ in range(2):
             figures.append(_update(ranks, path))
-            ranks.ask("driven_out", folder=str(folder))
+            driven_out = ranks.ask("driven_out", folder=str(folder))
+            assert all((held["files"] > 0) == (actor is in_files) for held in driven_out)
         for held in ranks.ask("living_in_files", role="actor", folder=str(folder)):
             assert held["states"][0] == 2 * held["masters"][0] > 0
             for name, (numbers, filed) in held.items():
@@ -136,7 +137,7 @@ def test_states_in_files_train_and_are_saved_as_those_in_memory(
     _update(ranks, path)
     assert _same(ranks.parameters(), further)
     ranks.build(folder_of(SHAPE), actor=in_memory)
-    assert ranks.ask("driven_out", folder=str(folder)) == [{"pages": 0}] * count  # no file is mapped any more
+    assert ranks.ask("driven_out", folder=str(folder)) == [{"files": 0}] * count  # gone with their trainer
     ranks.ask("load", folder=str(tmp_path / "saved 1"), version=1)
     assert _same(ranks.parameters(), found)
     _update(ranks, path)
